@@ -1,0 +1,92 @@
+"""Every interface of the engine on one page; read this first.
+
+`models/` and `draft/` implement these by shape and import none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from slipstream.kernels.types import Batch, Draft, GdnState, Hidden, PagedKV, Verdict
+from slipstream.models.stores import Store
+from slipstream.request import Output, Request
+
+
+class CacheView(Protocol):
+    """What a model or drafter may see of the cache: its own layers' memory."""
+
+    table: Tensor  # [slots, pages per sequence] int64
+
+    def paged(self, layer: int) -> PagedKV: ...
+    def gdn(self, layer: int) -> GdnState: ...
+    def field(self, layer: int, name: str) -> Tensor: ...
+
+
+class Model(Protocol):
+    """The mathematics of one family. Never sees a Sequence."""
+
+    stores: tuple[Store, ...]  # one per layer; declared, not allocated
+    vocab: int
+    hidden_size: int
+    context: int  # positions the checkpoint was made for
+
+    def forward(self, batch: Batch, cache: CacheView, taps: tuple[int, ...] = ()) -> Hidden:
+        """Run all rows; write KV, state and rings."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, h] -> [R, vocab] in float32 (float64 for a float64 model)."""
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes tokens with a short list q. Several are one (`draft.fuse.Fuse`)."""
+
+    stores: tuple[Store, ...]
+    taps: tuple[int, ...]
+    max_len: int
+    width: int  # S, entries of its longest list
+    names: tuple[str, ...]
+
+    def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
+        """Every step, prompt chunks too; also hears of tokens another drafter won."""
+        ...
+
+    def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
+        """Write the next drafts of the batch's slots into `out`."""
+        ...
+
+
+class Verifier(Protocol):
+    """Probabilities, then the verdict; the same call samples when there are no drafts."""
+
+    def __call__(self, logits: Tensor, draft: Draft, batch: Batch) -> Verdict: ...
+
+
+class Serving(Protocol):
+    """All that HTTP, chat and the offline API need of an engine. Tests pass a fake."""
+
+    def submit(self, request: Request) -> AsyncIterator[Output]:
+        """Queue a request; the iterator ends after the Output whose `finish` is set."""
+        ...
+
+    def abort(self, id: str) -> None:
+        """Stop a request, queued or running; its iterator ends with finish "abort"."""
+        ...
+
+    def about(self) -> ServingFacts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServingFacts:
+    """What a server may tell its clients about the engine behind it."""
+
+    model: str
+    context: int
+    vocab: int
+    running: int = 0
+    waiting: int = 0

@@ -1,0 +1,117 @@
+"""The op table: every kernel the engine calls, by one signature each.
+
+CPU tensors go to `cpu` where it has a faster form and to `reference` otherwise; `reference` is
+the definition. ``with use(gdn="reference"):`` swaps one op, so that finding a wrong kernel is one
+line. T token rows, H heads, D head size; see `types` for the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from slipstream.kernels import cpu, reference
+from slipstream.kernels.types import Batch, GdnState, PagedKV, Packed
+
+_BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu}
+_chosen: ContextVar[dict[str, str] | None] = ContextVar("chosen", default=None)
+
+
+@contextmanager
+def use(**ops: str) -> Iterator[None]:
+    """Run the named ops on the named backend inside the block, ``use(attend="reference")``.
+
+    Raises:
+        KeyError: no such backend.
+    """
+    for backend in ops.values():
+        _BACKENDS[backend]
+    token = _chosen.set({**(_chosen.get() or {}), **ops})
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def _op(name: str) -> Callable[..., Any]:
+    chosen = _chosen.get()
+    backend = _BACKENDS[chosen[name]] if chosen and name in chosen else cpu
+    found: Callable[..., Any] = getattr(backend, name, None) or getattr(reference, name)
+    return found
+
+
+def matmul(x: Tensor, w: Packed, split: int) -> Tensor:
+    """x [T, K] times W [N, K] transposed -> [T, N].
+
+    Rows 0:split are short rows, the rest chunk rows; the two never share a kernel call.
+    """
+    return _op("matmul")(x, w, split)  # type: ignore[no-any-return]
+
+
+def embed(ids: Tensor, w: Packed) -> Tensor:
+    """Rows of W [N, K] at ids [T] -> [T, K]."""
+    return _op("embed")(ids, w)  # type: ignore[no-any-return]
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension: x * rsqrt(mean(x^2) + eps) * weight, in fp32 inside.
+
+    Families whose checkpoints store weight - 1 add the 1 when they load it.
+    """
+    return _op("norm")(x, weight, eps)  # type: ignore[no-any-return]
+
+
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    """Rotate the first 2*len(inv_freq) of D dimensions of x [T, H, D] by position.
+
+    Pairs (i, i + len(inv_freq)); angles and rotation in fp32 (Su et al. 2021, NeoX pairing).
+    """
+    return _op("rope")(x, positions, inv_freq)  # type: ignore[no-any-return]
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half of gate_up [T, 2*I] -> [T, I]."""
+    return _op("silu_mul")(gate_up)  # type: ignore[no-any-return]
+
+
+def store_kv(k: Tensor, v: Tensor, kv: PagedKV, table: Tensor, batch: Batch) -> None:
+    """Write k, v [T, H, D] of the batch's rows to their pages."""
+    _op("store_kv")(k, v, kv, table, batch)
+
+
+def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:
+    """Causal attention of q [T, Hq, D] over each slot's pages, grouped heads -> [T, Hq, D].
+
+    The rows' own keys must be stored already. Query head h reads KV head h // (Hq / H).
+    """
+    return _op("attend")(q, kv, table, batch, scale)  # type: ignore[no-any-return]
+
+
+def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b), both [T, Hv], fp32."""
+    return _op("gdn_gates")(a, b, a_log, dt_bias)  # type: ignore[no-any-return]
+
+
+def gdn(
+    u: Tensor, g: Tensor, beta: Tensor, conv: Tensor, key_heads: int, state: GdnState, batch: Batch
+) -> Tensor:
+    """Gated delta rule (Yang et al. 2024) with its causal convolution -> [T, Hv, Dv].
+
+    u [T, C] raw convolution inputs (queries and keys of `key_heads`, then values), g and beta
+    [T, Hv], conv [C, taps]. Starts from the stored state of each slot, advances through the
+    inputs that wait in its rings, then through the new rows, and keeps the new inputs in the
+    rings. The state is stored again at the last multiple of FOLD that is certain: before the
+    span's first row for a short span (its drafts may fall), before its end for a chunk. It is
+    rounded to the stored format at multiples of FOLD while generating and of PAGE in a prompt,
+    so no bit depends on how positions were grouped into steps.
+    """
+    return _op("gdn")(u, g, beta, conv, key_heads, state, batch)  # type: ignore[no-any-return]
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * rms(x) * silu(z) over the last dimension, x and z [T, H, D], in fp32 inside."""
+    return _op("gated_norm")(x, z, weight, eps)  # type: ignore[no-any-return]
