@@ -22,10 +22,13 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="- reads it from standard input.")
+    ],
     config: Config,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the answer at most; default: to the context's end.")
+        int | None,
+        typer.Option(help="Tokens of the answer at most; default: to the context's end."),
     ] = None,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; default: the checkpoint's own.")
@@ -37,7 +40,8 @@ def run(
         int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 is off.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Makes sampled text repeatable, whatever the drafter or load.")
+        int | None,
+        typer.Option(help="Makes sampled text repeatable, whatever the drafter or load."),
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End the text before this string; may be repeated.")

@@ -108,8 +108,8 @@ def _name(leaf: Setting) -> str:
 
 def _of(leaf: Setting) -> inspect.Parameter:
     flags = f"--{leaf.option}/--no-{leaf.option}" if leaf.hint is bool else f"--{leaf.option}"
-    default = {True: "on", False: "off"}.get(leaf.default, leaf.default)
-    text = f"{leaf.help[:1].upper()}{leaf.help[1:]} [default: {default}]"
+    default = ("off", "on")[leaf.default] if leaf.hint is bool else leaf.default
+    text = f"{leaf.help} [default: {default}]"
     return _parameter(_name(leaf), leaf.hint | None, flags, text)
 
 
