@@ -48,13 +48,13 @@ class Delta:
 
 
 class Bytes:
-    """A tokenizer of bytes; a template's text gets no start token."""
+    """A tokenizer of bytes."""
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
-        return [256] * special + list(text.encode())
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
 
-    def decode(self, ids: list[int]) -> str:
-        return bytes(i for i in ids if i < 256).decode()
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
 
 
 class Marks:
@@ -69,13 +69,13 @@ class Calls:
     """What the command did with the engine."""
 
     config: Config | None = None
-    prompt: list[int] = field(default_factory=list)
+    prompt: str | list[int] = ""
     params: SamplingParams | None = None
     fail: Callable[[], None] = lambda: None
     template: Marks | None = field(default_factory=Marks)
     tokenizer: Bytes | None = field(default_factory=Bytes)
 
-    def answer(self, prompt: list[int], params: SamplingParams) -> Output:
+    def answer(self, prompt: str | list[int], params: SamplingParams) -> Output:
         self.prompt, self.params = prompt, params
         logprobs = [TokenLogprob(104, -0.5, ((104, -0.5), (105, -1.0)))]
         completion = Completion("hé\nlo", [104], logprobs=logprobs if params.logprobs else None)
@@ -94,10 +94,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             made.fail()
             self.tokenizer, self.template = made.tokenizer, made.template
 
-        def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Output]:
+        def generate(self, prompts: list[str | list[int]], params: SamplingParams) -> list[Output]:
             return [made.answer(prompt, params) for prompt in prompts]
 
-        def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Delta]:
+        def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[Delta]:
             output = made.answer(prompt, params)
             for piece in ("h", "é\n", "", "lo"):
                 yield Delta(piece)
@@ -162,6 +162,7 @@ def test_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture[str]) ->
         "accepted": 3,
         "accepted_by_source": {"lookup": 3},
     }
+    assert record["logprobs"][0]["text"] == "h"
     assert record["logprobs"][0]["top"][1] == {"token": 105, "logprob": -1.0}
     assert err == ""
 
@@ -183,7 +184,7 @@ def test_sampling_options_reach_the_engine(calls: Calls) -> None:
 def test_prompt_from_standard_input(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("früh\n".encode())))
     assert call("run", "-", "--raw") == 0
-    assert calls.prompt == [256, *"früh\n".encode()]
+    assert calls.prompt == "früh\n"
 
 
 def test_standard_input_that_is_not_text(
@@ -202,7 +203,7 @@ def test_system_message_goes_first(calls: Calls) -> None:
 def test_without_a_template_the_prompt_stays_as_it_is(calls: Calls) -> None:
     calls.template = None
     assert call("run", "hi") == 0
-    assert calls.prompt == [256, *b"hi"]
+    assert calls.prompt == "hi"
 
 
 @pytest.mark.parametrize("leaf", list(settings()), ids=lambda leaf: leaf.path)
@@ -290,7 +291,7 @@ def test_wrong_usage_exits_2(calls: Calls, capsys: pytest.CaptureFixture[str], l
     assert call(*line.split()) == 2
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
-    assert calls.prompt == []
+    assert calls.prompt == ""
 
 
 def test_an_empty_prompt_is_refused(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -356,7 +357,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         from slipstream.__main__ import main
 
         class LLM:
-            tokenizer, template = types.SimpleNamespace(encode=lambda text: [1]), None
+            tokenizer, template = object(), None
             def __init__(self, model, config): pass
             def stream(self, prompt, params):
                 while True:

@@ -89,12 +89,12 @@ def run(
 
     llm = LLM(config.model, config=config)
     load = time.perf_counter() - began
-    tokens = _prompt_tokens(llm, text, system, raw)
+    asked = _prompt(llm, text, system, raw)
     if as_json:
-        [output] = llm.generate([tokens], params)
+        [output] = llm.generate([asked], params)
         print(json.dumps(_record(llm, config, output, load), ensure_ascii=False))
     else:
-        output = _stream(llm, tokens, params)
+        output = _stream(llm, asked, params)
         print(_dim(_summary(output, load)), file=sys.stderr)
 
 
@@ -105,25 +105,26 @@ def _read_stdin() -> str:
         raise RequestError(f"standard input is not UTF-8 text: {error}") from error
 
 
-def _prompt_tokens(llm: LLM, text: str, system: str | None, raw: bool) -> list[int]:
+def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[int]:
+    """The prompt as the engine takes it: text to be encoded as it is, or a rendered chat's ids."""
     if llm.tokenizer is None:
         raise RequestError(
-            "this checkpoint has no tokenizer files: add its tokenizer.json, "
+            "this checkpoint has no tokenizer: add its tokenizer.json, "
             "or use slipstream.LLM with token ids"
         )
     if raw or llm.template is None:
         if system is not None:
             raise RequestError("this checkpoint has no chat template: leave out --system")
-        return llm.tokenizer.encode(text)
+        return text
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    return llm.tokenizer.encode(llm.template.render(messages), special=False)
+    return llm.tokenizer.encode(llm.template.render(messages))
 
 
-def _stream(llm: LLM, tokens: list[int], params: SamplingParams) -> RequestOutput:
+def _stream(llm: LLM, asked: str | list[int], params: SamplingParams) -> RequestOutput:
     output: RequestOutput | None = None
     last = "\n"
-    for delta in llm.stream(tokens, params):
+    for delta in llm.stream(asked, params):
         if delta.text:
             sys.stdout.write(delta.text)
             sys.stdout.flush()
@@ -178,11 +179,11 @@ def _record(llm: LLM, config: Config, output: RequestOutput, load: float) -> dic
             "accepted_by_source": dict(spec.accepted_by_source),
         },
     }
-    if completion.logprobs:
+    if completion.logprobs and llm.tokenizer:
         record["logprobs"] = [
             {
                 "token": entry.token,
-                "text": llm.tokenizer.decode([entry.token]) if llm.tokenizer else None,
+                "text": llm.tokenizer.token_bytes(entry.token).decode(errors="replace"),
                 "logprob": entry.logprob,
                 "rank": entry.rank,
                 "top": [{"token": token, "logprob": logprob} for token, logprob in entry.top],
