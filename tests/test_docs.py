@@ -136,8 +136,8 @@ def anchors(text: str) -> set[str]:
 
 def defines(file: Path, dotted: str) -> bool:
     """Whether the file defines ``Class.method``, a class or a function of that name."""
-    if "/" in dotted:
-        return True  # a path as label
+    if dotted.endswith(".py"):
+        return True  # the label is the file's own name
     body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
     for part in dotted.removesuffix("()").split("."):
         found = [node for node in body if part in titles_of(node)]
