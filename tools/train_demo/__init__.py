@@ -1,0 +1,1 @@
+"""Makes the embedded demo model: text, target, drafters, quantization, figures."""
