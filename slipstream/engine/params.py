@@ -76,8 +76,8 @@ class ParamTable:
         self.min_tokens = table(dtype=integer)  # [slots]
         self.prompt_len = table(dtype=integer)  # [slots], tokens before the first generated one
         self._host = [_Host()] * slots
-        for slot in range(slots):
-            self.clear(slot)
+        self.top_p.fill_(1)
+        self.repetition.fill_(1)
 
     def set(
         self,

@@ -27,6 +27,8 @@ from slipstream.engine.sampler import RowInfo, adjusted, draw, probs
 from slipstream.kernels.random import Purpose, Word, uniform
 from slipstream.kernels.types import Batch, Draft, Verdict
 
+_NOISE = 16  # rounding of a sum of min(p, q), in units of the type's epsilon
+
 
 class Rows(NamedTuple):
     """Where the logits of each span are.
@@ -123,8 +125,9 @@ class Verify:
         """Decide a step.
 
         Drafts of span b are ``draft.tokens[slot, :drafted[b]]``. A draft that is -1, outside the
-        vocabulary, or not on its own list is a rejection with nothing taken from p. The entries
-        of a list have distinct ids. Only ``tokens``, ``q_ids`` and ``q_prob`` are read.
+        vocabulary, or (unless the request is greedy) not on its own list is a rejection with
+        nothing taken from p. The entries of a list have distinct ids. Only ``tokens``, ``q_ids``
+        and ``q_prob`` are read.
 
         Args:
             logits: [R, V] float32 or float64.
@@ -201,6 +204,8 @@ class Verify:
             q_prob = draft.q_prob[slots, :depth].to(p.dtype)
             px = p[index[:, :depth], drafts.clamp(0, width - 1)]
             qx = (q_prob * (q_ids == drafts[:, :, None])).sum(2)
+            # A greedy request asks no list: its drafts stand or fall by the largest logit.
+            qx = torch.where(self.params.temperature[slots][:, None] == 0, 1.0, qx)
             real = real & (qx > 0)
             q_prob = q_prob * real[:, :, None]  # a draft not from its list takes nothing from p
             u = self.noise.uniform(seed[:, None], decided[:, :depth], anchor[:, None]).to(p.dtype)
@@ -262,7 +267,8 @@ class Verify:
                 # The sum is r - sum over the list of min(r p, q): nothing else is subtracted.
                 listed = p[step.rows[:, i, None], q_ids[:, i]] * ratio[:, None]
                 left = ratio - torch.minimum(listed, q_prob[:, i]).sum(1)
-                left = left.clamp(min=0)
+                # What the subtraction leaves of a true 0 must not keep a prefix when u is 0.
+                left = torch.where(left > _NOISE * torch.finfo(p.dtype).eps, left, 0.0)
                 total = left + 1 - ratio
                 middle = torch.where(total > 0, left / total, 1.0)
                 chance = torch.where(i < step.drafted, middle, ratio)
