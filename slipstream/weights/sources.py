@@ -284,9 +284,9 @@ def _from_hub(
 ) -> Path:
     # Imported here: it takes a moment, and most models are already on disk.
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
-    where = endpoint or huggingface_hub.constants.ENDPOINT
+    where = endpoint or constants.ENDPOINT
     at = f" at revision {revision}" if revision else ""
     try:
         if file is not None:
@@ -319,7 +319,7 @@ def _from_hub(
             f"{repo}{at} has no file {file}: look at {where}/{repo}/tree/main"
         ) from None
     except errors.LocalEntryNotFoundError as error:
-        if huggingface_hub.constants.is_offline_mode():
+        if constants.is_offline_mode():
             raise CheckpointError(
                 f"{repo}{at} is not in the local cache as a whole, and the hub client is offline: "
                 f"unset HF_HUB_OFFLINE once to download it"
@@ -332,6 +332,16 @@ def _from_hub(
     except errors.HFValidationError as error:
         raise CheckpointError(
             f"{repo!r} cannot be a hub id ({_first_line(error)}): give org/name"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = (
+            "log in with 'hf auth login', or take another token"
+            if status in (401, 403)
+            else "run it again later"
+        )
+        raise CheckpointError(
+            f"{where} refuses {repo}{at} ({_first_line(error)}): {advice}"
         ) from None
     except Exception as error:  # the client raises its HTTP library's errors as they are
         raise CheckpointError(
