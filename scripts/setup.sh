@@ -50,7 +50,8 @@ fi
 rm -f "$venv/stamp"
 
 log=$venv/pip.log
-if ! "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
+# A few retries only: without a network, each package would otherwise wait its turn to fail.
+if ! PIP_RETRIES=${PIP_RETRIES:-2} "$venv/bin/python" -m pip install --disable-pip-version-check --no-input \
     -c scripts/cpu.txt torch numpy -e ".${extra:+[$extra]}" >"$log" 2>&1 </dev/null
 then
     tail -n 15 "$log" >&2

@@ -25,6 +25,7 @@ MAY_USE_TEXT = {"text", "llm", "server", *TOP}
 READBACK = {
     "kernels/reference.py": "the definition: clarity before speed",
     "kernels/cpu.py": "the CPU's own form: nothing to stall",
+    "engine/engine.py": "readback: the one wait of a step",
     "draft/lookup.py": "its index lives on the host; it reads a few integers a step",
     "draft/fuse.py": "asks lookup to continue another drafter's block",
 }

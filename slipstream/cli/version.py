@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed
 
 import typer
 
@@ -17,6 +15,10 @@ def register(app: typer.Typer) -> None:
 
 def version() -> None:
     """Print the versions of slipstream, Python, torch and triton."""
+    # Here, because it takes longer to import than all of --help.
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
     parts = [f"slipstream {__version__}", f"python {platform.python_version()}"]
     for name in ("torch", "triton"):
         try:
