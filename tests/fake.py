@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from slipstream.engine.protocols import ServingFacts
 from slipstream.request import (
     Output,
     Request,
@@ -36,6 +35,17 @@ def answer_of(request: Request) -> str:
     rng = random.Random(f"{request.tokens} {request.params.seed}")
     words = ["draft", "wake", "früh", "日本", "🚀", "ok", "line\n", "a", "slipstream"]
     return " ".join(rng.choice(words) for _ in range(rng.randint(20, 40)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingFacts:
+    """As `protocols.ServingFacts`, which would bring a tensor library along."""
+
+    model: str
+    context: int
+    vocab: int
+    running: int = 0
+    waiting: int = 0
 
 
 @dataclasses.dataclass

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import random
@@ -11,18 +13,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 import uvicorn
-from fake import END, START, VOCAB, ByteText, FakeEngine, answer_of
+from fake import END, START, VOCAB, ByteText, FakeEngine, ServingFacts, answer_of
 
+import slipstream
 from slipstream.request import Request, SamplingParams
 from slipstream.server import create_app
 from slipstream.server.gate import KeyFileError, read_keys
-from slipstream.server.schema import conversation
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -450,6 +453,13 @@ def test_models_and_health(site: Site) -> None:
     assert health == {"status": "ok", "model": "fake", "running": 0, "waiting": 0}
 
 
+def test_the_fake_tells_what_an_engine_tells() -> None:
+    tree = ast.parse((Path(slipstream.__file__).parent / "engine/protocols.py").read_text())
+    [facts] = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ServingFacts"]
+    names = [n.target.id for n in facts.body if isinstance(n, ast.AnnAssign)]  # type: ignore[union-attr]
+    assert names == [entry.name for entry in dataclasses.fields(ServingFacts)]
+
+
 def test_a_dead_engine_is_not_healthy(open_site: Opener) -> None:
     site = open_site()
     site.engine.dead = True
@@ -486,11 +496,11 @@ def test_messages_of_real_clients(site: Site) -> None:
         extra_body={"enable_thinking": False, "chat_template_kwargs": {"custom": [1]}},
     )
     seen, shown, arguments = site.text.rendered[-1]
-    parsed = {**call, "function": {"name": "look", "arguments": {"at": "sky", "n": 2}}}
     assert seen == [
-        {"role": "system", "content": "be brief\n\nbe kind"},
-        {"role": "user", "content": "ab"},
-        {"role": "assistant", "content": "", "tool_calls": [parsed]},
+        {"role": "developer", "content": "be brief"},
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "blue"},
         {"role": "assistant", "content": "so", "reasoning_content": "hm"},
         {"role": "user", "content": "why", "name": "Ann"},
@@ -500,14 +510,6 @@ def test_messages_of_real_clients(site: Site) -> None:
 
     site.chat(tools=tools, tool_choice="none")
     assert site.text.rendered[-1][1] is None
-
-
-def test_arguments_that_are_no_json_stay_text() -> None:
-    deep = "[" * 100_000
-    for text in ("not json", deep, "[1]"):
-        calls = [{"function": {"name": "f", "arguments": text}}]
-        [message] = conversation([{"role": "assistant", "content": "x", "tool_calls": calls}])
-        assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
@@ -555,7 +557,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls[0].function",
+        "messages[0].tool_calls",
         "name",
     ),
     ({"temperature": "hot"}, "temperature", "number"),
@@ -596,7 +598,6 @@ def test_chat_errors(site: Site, fields: dict[str, Any], param: str | None, word
         error = check_error(site.chat(**{"stream": stream, **fields}), 400, word)
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param
-    assert alive(site)
 
 
 @pytest.mark.parametrize(
@@ -621,7 +622,6 @@ def test_chat_errors(site: Site, fields: dict[str, Any], param: str | None, word
 def test_completion_errors(site: Site, fields: dict[str, Any], param: str, word: str) -> None:
     error = check_error(site.complete(**fields), 400, word)
     assert error["param"] == param
-    assert alive(site)
 
 
 @pytest.mark.parametrize(

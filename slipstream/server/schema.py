@@ -178,7 +178,7 @@ class ChatBody(Body):
         if self.enable_thinking is not None:
             arguments["enable_thinking"] = self.enable_thinking
         arguments.update(self.chat_template_kwargs or {})
-        for name in ("messages", "tools", "add_generation_prompt"):
+        for name in ("self", "messages", "tools", "add_generation_prompt"):
             if name in arguments:
                 raise ApiError(
                     400,
@@ -332,24 +332,16 @@ def check_completion(body: CompletionBody) -> None:
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in the one form templates read: string contents, known roles, parsed arguments.
+    """Messages whose roles and contents are sound, each content one string or none.
 
-    Leading system and developer messages become one system message, because templates take a
-    single one at the start.
+    The rest of the shape is the template's affair.
 
     Raises:
         ApiError: a role or content that cannot be rendered; the message names its place.
     """
     if not messages:
         raise ApiError(400, "messages is empty: send at least one message", param="messages")
-    plain = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    leading = 0
-    while leading < len(plain) and plain[leading]["role"] == "system":
-        leading += 1
-    if leading > 1:
-        text = "\n\n".join(m["content"] for m in plain[:leading] if m["content"])
-        plain[:leading] = [{**plain[0], "content": text}]
-    return plain
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
@@ -360,15 +352,23 @@ def _message(message: dict[str, Any], place: str) -> dict[str, Any]:
             f"{place}.role is {str(role)[:40]!r}: give one of {', '.join(ROLES)}",
             param=f"{place}.role",
         )
-    plain = dict(message)
-    plain["role"] = "system" if role == "developer" else role
-    plain["content"] = _content(message.get("content"), f"{place}.content")
+    plain = {**message, "content": _content(message.get("content"), f"{place}.content")}
     calls = message.get("tool_calls")
     if calls is None:
         plain.pop("tool_calls", None)
-    else:
-        plain["tool_calls"] = _calls(calls, f"{place}.tool_calls")
+    elif not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise ApiError(
+            400,
+            f"{place}.tool_calls is of the wrong type: give a list of objects with a function "
+            f"that has a name",
+            param=f"{place}.tool_calls",
+        )
     return plain
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _content(content: Any, place: str) -> str:
@@ -399,34 +399,7 @@ def _content(content: Any, place: str) -> str:
         if not isinstance(text, str):
             raise ApiError(400, f"{where}.text is not a string: give one", param=f"{where}.text")
         texts.append(text)
-    # Templates that take parts themselves put nothing between them, so neither does this.
-    return "".join(texts)
-
-
-def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ApiError(400, f"{place} is of the wrong type: give a list of tool calls", param=place)
-    plain = []
-    for i, call in enumerate(calls):
-        function = call.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(
-                400, f"{place}[{i}].function has no name: give one", param=f"{place}[{i}].function"
-            )
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            arguments = _arguments(arguments)
-        plain.append({**call, "function": {**function, "arguments": arguments}})
-    return plain
-
-
-def _arguments(text: str) -> Any:
-    """Templates iterate over arguments, clients send them as a JSON string."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
+    return "\n".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
