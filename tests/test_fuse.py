@@ -15,8 +15,9 @@ from laws import (
     one_batch,
     output_law,
     paths,
-    point,
     random_table,
+    rule_distance,
+    rules,
     target_law,
 )
 
@@ -30,7 +31,6 @@ V, K = 3, 3
 TARGET = random_table(1, V, K + 1)
 LAW = target_law(TARGET, K + 1, V)
 DRAFTER = random_table(2, V, K)
-COPY: Text = (1, 2, 0)
 
 
 class Fixed:
@@ -141,80 +141,6 @@ def test_fusion_uses_both_sources() -> None:
     # Text 0 1 2 0 1, then the draft: what followed its longest suffix last time.
     assert [p.tokens for p in high] == [(0, 1, 0), (1, 1, 1), (2, 0, 1)]
     assert all((p.lists[1].max(), p.lists[2].max()) == (1, 1) for p in high)
-
-
-def rules() -> dict[str, tuple[Callable[[Proposal], Proposal], bool]]:
-    """Rules as functions of what was drafted; True: exact."""
-    copy = [point(t, V) for t in COPY]
-
-    def cut(p: Proposal, k: int) -> Proposal:
-        return Proposal(p.weight, p.tokens[:k], p.lists[:k])
-
-    def swap(p: Proposal, tokens: Text, lists: Sequence[np.ndarray]) -> Proposal:
-        return Proposal(p.weight, tokens, tuple(lists))
-
-    def replaced_prefix(p: Proposal) -> Proposal:
-        return swap(p, (COPY[0], *p.tokens[1:]), (copy[0], *p.lists[1:]))
-
-    def tail(p: Proposal) -> Proposal:
-        return swap(p, (p.tokens[0], *COPY[1:]), (p.lists[0], *copy[1:]))
-
-    def agree_later(p: Proposal) -> Proposal:
-        return tail(p) if p.tokens[0] == COPY[0] else p
-
-    def agree_everywhere(p: Proposal) -> Proposal:
-        return swap(p, COPY, copy) if p.tokens[0] == COPY[0] else p
-
-    def while_list_is_sharp(p: Proposal) -> Proposal:
-        sharp = [float(q.max()) > 0.6 for q in p.lists]
-        return cut(p, next((j for j, yes in enumerate(sharp) if not yes), K))
-
-    def while_earlier_drafts_are_likely(p: Proposal) -> Proposal:
-        k = 1
-        while k < K and p.lists[k - 1][p.tokens[k - 1]] > 0.4:
-            k += 1
-        return cut(p, k)
-
-    def while_drafts_are_likely(p: Proposal) -> Proposal:
-        k = 0
-        while k < K and p.lists[k][p.tokens[k]] > 0.4:
-            k += 1
-        return cut(p, k)
-
-    def best_by_whole_block(p: Proposal) -> Proposal:
-        """Looks ahead: the second list is computed from the first draft."""
-        ours = sum(float(q.max()) for q in p.lists)
-        return p if ours > 2.2 else swap(p, COPY, copy)
-
-    def best_by_first(p: Proposal) -> Proposal:
-        return p if float(p.lists[0].max()) > 0.6 else swap(p, COPY, copy)
-
-    def length_by_look_ahead(p: Proposal) -> Proposal:
-        """The best of 0 and 3 drafts where 3 cost as much as 1: the sum decides on the first."""
-        survivals = np.cumprod([float(q.max()) for q in p.lists])
-        return cut(p, K) if survivals.sum() > 1.3 else cut(p, 0)
-
-    return {
-        "drafter alone": (lambda p: p, True),
-        "lookup alone": (lambda p: swap(p, COPY, copy), True),
-        "tail by lookup": (tail, True),
-        "stale drafts after a replaced prefix": (replaced_prefix, True),
-        "agreement changes later positions": (agree_later, True),
-        "agreement makes point masses everywhere": (agree_everywhere, False),
-        "length: while lists are sharp": (while_list_is_sharp, True),
-        "length: while earlier drafts are likely": (while_earlier_drafts_are_likely, True),
-        "length: while drafts are likely": (while_drafts_are_likely, False),
-        "source: first position's list": (best_by_first, True),
-        "source: lists of the whole block": (best_by_whole_block, False),
-        "length: best total, looking ahead": (length_by_look_ahead, False),
-    }
-
-
-def rule_distance(name: str, seed: int = 2, block: bool = False) -> float:
-    """Total variation between the output law under a rule and the target's."""
-    drafter = random_table(seed, V, K)
-    proposals = [rules()[name][0](p) for p in paths(drafter, K, V)]
-    return distance(output_law(TARGET, proposals, K + 1, V, block), LAW)
 
 
 @pytest.mark.parametrize("name", rules())
