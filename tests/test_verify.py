@@ -266,6 +266,17 @@ def test_chunks_and_padding_decide_nothing() -> None:
         assert verdict.tokens.tolist() == [[3, 2, -1, -1], [4, -1, -1, -1], [-1] * 4, [-1] * 4]
 
 
+def test_a_step_of_unfinished_prompts_has_no_logits() -> None:
+    draft = draft_tables([Proposal(1, (), ())], 2, 5)
+    rows = Rows(torch.tensor([0]), torch.tensor([-1]), 0)
+    for wish in (GREEDY, SAMPLED):
+        verdict = Verify(uniform_params(2, wish))(
+            torch.zeros(0, 5), draft, one_batch([0], [64], [64]), rows
+        )
+        assert verdict.count.tolist() == [64] and verdict.added.tolist() == [0]
+        assert verdict.tokens.tolist() == [[-1, -1, -1]]
+
+
 def test_padding_columns_are_never_chosen() -> None:
     logits = torch.zeros(1, 8)
     logits[0, 6] = 50

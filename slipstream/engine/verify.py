@@ -144,8 +144,11 @@ class Verify:
         Raises:
             ValueError: a request has penalties and there is no history.
         """
-        use = self.params.features(span.slot for span in batch.spans)
         length = batch.starts[1:] - batch.starts[:-1]
+        if logits.shape[0] == 0:  # prompt chunks only: nothing to decide
+            tokens = draft.tokens.new_full((len(length), draft.tokens.shape[1] + 1), -1)
+            return Verdict(length, tokens, torch.zeros_like(length))
+        use = self.params.features(span.slot for span in batch.spans)
         ready = rows.drafted >= 0
         depth = min(rows.depth, draft.tokens.shape[1])
         drafted = rows.drafted.clamp(0, depth)

@@ -53,11 +53,9 @@ def philox(
     Returns:
         Four int64 tensors of the common shape with values in [0, 2^32).
     """
-    words = [
-        torch.as_tensor(c, dtype=torch.int64, device=seed.device) & _LOW for c in (c0, c1, c2, c3)
-    ]
     k0, k1 = seed & _LOW, (seed >> 32) & _LOW
-    a, b, c, d = words
+    # Plain ints stay plain: as tensors they would have to be copied to the device first.
+    a, b, c, d = c0 & _LOW, c1 & _LOW, c2 & _LOW, c3 & _LOW
     for turn in range(_ROUNDS):
         # Products of two 32-bit numbers wrap around in int64, which leaves all 64 bits right.
         left, right = a * _MUL[0], c * _MUL[1]
@@ -66,7 +64,10 @@ def philox(
         b = right & _LOW
         c = ((left >> 32) & _LOW) ^ d ^ key1
         d = left & _LOW
-    return a, b, c, d  # every word has met every other: all have the common shape
+    # Every word has met the key and every other word: all are tensors of the common shape.
+    assert isinstance(a, Tensor) and isinstance(b, Tensor)
+    assert isinstance(c, Tensor) and isinstance(d, Tensor)
+    return a, b, c, d
 
 
 def uniform(seed: Tensor, position: Word, purpose: Word, anchor: Word = 0) -> Tensor:
