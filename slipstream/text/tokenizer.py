@@ -73,7 +73,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
         self._bytes: list[bytes | None] = [None] * self.vocab_size  # filled as ids are met
-        self._plain: tokenizers.Tokenizer | None = None
+        self._plain: tuple[tokenizers.Tokenizer, dict[int, int]] | None = None
         wrong = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if wrong:
             raise TokenizerError(
@@ -206,15 +206,22 @@ class Tokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which nothing is special: ``<|im_end|>`` is ten characters."""
         if self._plain is None:
-            plain = tokenizers.Tokenizer(self.backend.model)
-            for part in ("normalizer", "pre_tokenizer"):
-                if getattr(self.backend, part) is not None:
-                    setattr(plain, part, getattr(self.backend, part))
-            # Runs of spaces are ordinary text that some vocabularies keep among the added tokens.
-            added = self.backend.get_added_tokens_decoder().values()
-            plain.add_tokens([token for token in added if not token.content.strip()])
-            self._plain = plain
-        return self._plain.encode(text, add_special_tokens=False).ids
+            self._plain = self._without_added()
+        plain, ids = self._plain
+        return [ids.get(i, i) for i in plain.encode(text, add_special_tokens=False).ids]
+
+    def _without_added(self) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        """The same model without added tokens, and its own numbers for those that stay."""
+        plain = tokenizers.Tokenizer(self.backend.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(self.backend, part) is not None:
+                setattr(plain, part, getattr(self.backend, part))
+        # Runs of spaces are ordinary text that some vocabularies keep among the added tokens.
+        added = self.backend.get_added_tokens_decoder().items()
+        spaces = {i: token for i, token in added if not token.content.strip()}
+        plain.add_tokens(list(spaces.values()))
+        numbers = {plain.token_to_id(token.content): i for i, token in spaces.items()}
+        return plain, {theirs: ours for theirs, ours in numbers.items() if theirs is not None}
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of ids. Bytes that are not UTF-8 become U+FFFD; ids beyond the vocabulary nothing."""

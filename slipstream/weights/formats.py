@@ -66,7 +66,8 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
     """[R, N] int32 -> [R*32/bits, N] uint8, the inverse of `pack_codes`."""
     fields = 32 // bits
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    codes = torch.bitwise_right_shift(words[:, None, :], shifts[None, :, None]) & (2**bits - 1)
+    fielded = torch.bitwise_right_shift(words[:, None, :], shifts[None, :, None])
+    codes = torch.bitwise_and(fielded, 2**bits - 1)
     return codes.to(torch.uint8).reshape(words.shape[0] * fields, words.shape[1])
 
 
