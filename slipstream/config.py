@@ -32,14 +32,19 @@ class LimitsConfig:
 class CacheConfig:
     """Memory for keys, values and recurrent state, and how it is reused."""
 
-    memory: float = _setting(0.0, "GiB for pages of keys and values; 0: enough for two full contexts or all sequences, whichever is less")
+    memory: float = _setting(
+        0.0,
+        "GiB for pages of keys and values; 0: enough for two full contexts or all sequences, whichever is less",
+    )
     prefix: bool = _setting(True, "reuse what earlier requests computed for the same beginning")
     reuse: Literal["exact", "text"] = _setting(
         "text",
         "which computed text may be reused: 'exact' only what a fresh computation would give bit for bit, "
         "'text' also an earlier turn's generated text (equal up to rounding)",
     )
-    snapshot_every: int = _setting(1024, "prompt positions between snapshots of recurrent state; a multiple of 64")
+    snapshot_every: int = _setting(
+        1024, "prompt positions between snapshots of recurrent state; a multiple of 64"
+    )
     snapshots: float = _setting(1.0, "GiB of host memory for snapshots of recurrent state")
 
 
@@ -56,7 +61,9 @@ class SpeculationConfig:
 class Config:
     """Everything a person can set."""
 
-    model: str = _setting("smollm2", "a checkpoint directory, a .gguf file, or the name of a built-in model")
+    model: str = _setting(
+        "smollm2", "a checkpoint directory, a .gguf file, or the name of a built-in model"
+    )
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = _setting(
         "auto", "number format of the computation; auto: float32 on a CPU"

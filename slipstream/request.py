@@ -52,7 +52,10 @@ class SamplingParams:
             if not ok:
                 raise RequestError(text)
 
-        need(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens is {self.max_tokens}: give 1 or more")
+        need(
+            self.max_tokens is None or self.max_tokens >= 1,
+            f"max_tokens is {self.max_tokens}: give 1 or more",
+        )
         need(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}: give 0 or more")
         need(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
@@ -62,8 +65,14 @@ class SamplingParams:
             self.temperature is None or 0 <= self.temperature <= 100,
             f"temperature is {self.temperature}: give 0 (greedy) to 100",
         )
-        need(self.top_k is None or self.top_k >= -1, f"top_k is {self.top_k}: give 1 or more, or 0 for off")
-        need(self.top_p is None or 0 < self.top_p <= 1, f"top_p is {self.top_p}: give more than 0, up to 1")
+        need(
+            self.top_k is None or self.top_k >= -1,
+            f"top_k is {self.top_k}: give 1 or more, or 0 for off",
+        )
+        need(
+            self.top_p is None or 0 < self.top_p <= 1,
+            f"top_p is {self.top_p}: give more than 0, up to 1",
+        )
         need(0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1")
         need(
             0 < self.repetition_penalty <= 100,
@@ -72,7 +81,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             need(-100 <= value <= 100, f"{name} is {value}: give -100 to 100 (0 is off)")
-        need(len(self.logit_bias) <= 300, f"logit_bias has {len(self.logit_bias)} entries: give at most 300")
+        need(
+            len(self.logit_bias) <= 300,
+            f"logit_bias has {len(self.logit_bias)} entries: give at most 300",
+        )
         need(
             all(-1e4 <= b <= 1e4 for b in self.logit_bias.values()),
             "a logit_bias value is not a number from -10000 to 10000",
@@ -84,7 +96,10 @@ class SamplingParams:
         )
         need(len(self.stop) <= 16, f"stop has {len(self.stop)} strings: give at most 16")
         need(all(self.stop), "an empty stop string ends nothing: leave it out")
-        need(len(self.stop_token_ids) <= 16, f"stop_token_ids has {len(self.stop_token_ids)} ids: give at most 16")
+        need(
+            len(self.stop_token_ids) <= 16,
+            f"stop_token_ids has {len(self.stop_token_ids)} ids: give at most 16",
+        )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             need(value is None or 0 <= value <= 20, f"{name} is {value}: give 0 to 20")

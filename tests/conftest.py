@@ -6,11 +6,10 @@ import os
 
 from hypothesis import settings
 
-# Tests run in parallel processes: one thread each, or they fight over the cores. Set before torch
-# is imported by any test.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
-        os.environ[name] = "1"
+# Tiny matrices gain nothing from threads, and threads that fight over busy cores lose much. Set
+# before torch is imported by any test.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ[name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 

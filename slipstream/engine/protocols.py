@@ -11,19 +11,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.kernels.types import Batch, Draft, GdnState, Hidden, PagedKV, Verdict
+from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
 from slipstream.models.stores import Store
+from slipstream.models.view import CacheView
 from slipstream.request import Output, Request
-
-
-class CacheView(Protocol):
-    """What a model or drafter may see of the cache: its own layers' memory."""
-
-    table: Tensor  # [slots, pages per sequence] int64
-
-    def paged(self, layer: int) -> PagedKV: ...
-    def gdn(self, layer: int) -> GdnState: ...
-    def field(self, layer: int, name: str) -> Tensor: ...
 
 
 class Model(Protocol):
@@ -51,6 +42,10 @@ class Drafter(Protocol):
     max_len: int
     width: int  # S, entries of its longest list
     names: tuple[str, ...]
+
+    def reset(self, slot: int) -> None:
+        """The slot belongs to another sequence from now on."""
+        ...
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
         """Every step, prompt chunks too; also hears of tokens another drafter won."""

@@ -174,7 +174,9 @@ def _blocks(
         )
         o[:, :, b] = grown[:, :, b] * (q[:, :, b] @ s) + read[:, :, b] @ delta
         edge = base + (b + 1) * size
-        if kept is not None and bool(((fold > edge - size) & (fold <= edge) & (fold > folded)).any()):
+        if kept is not None and bool(
+            ((fold > edge - size) & (fold <= edge) & (fold > folded)).any()
+        ):
             here = (fold > edge - size) & (fold <= edge)
             partial = _advance(s, kb, delta, total[:, :, b], (fold - (edge - size)).clamp(1, size))
             kept = torch.where(_as(here[:, 0], kept), partial, kept)

@@ -1,0 +1,219 @@
+"""The byte plan: what everything will take, from sizes alone, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slipstream import models
+from slipstream.config import Config, ConfigError
+from slipstream.engine.batch import Limits
+from slipstream.engine.cache import page_bytes, slot_bytes
+from slipstream.kernels.types import DTYPES, PAGE
+from slipstream.models.stores import PerSlot, Store
+from slipstream.weights.reader import Checkpoint, CheckpointError
+from slipstream.weights.sources import open_checkpoint, resolve
+
+GIB = 2**30
+LONGEST = 32768  # positions planned for when the config leaves the context to us
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the plan."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What will be allocated. ``str(plan)`` is the table that `slipstream plan` prints."""
+
+    model: str
+    dtype: str
+    device: str
+    seqs: int
+    context: int
+    pages: int  # page 0 included
+    rows: tuple[Row, ...]
+    total: int  # bytes on the device
+    host: int  # bytes of host memory that snapshots may take
+
+    def __str__(self) -> str:
+        lines = [
+            f"memory plan for {self.model} ({self.dtype} on {self.device})",
+            *(f"  {r.name:<22}{_size(r.bytes):>12}  {r.note}".rstrip() for r in self.rows),
+            f"  {'total':<22}{_size(self.total):>12}",
+        ]
+        if self.host:
+            lines.append(f"  {'snapshots (host)':<22}{_size(self.host):>12}  at most")
+        return "\n".join(lines)
+
+
+def _size(n: int) -> str:
+    return f"{n / GIB:.2f} GiB" if n >= GIB else f"{n / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Everything `build` allocates by, and the plan that says so."""
+
+    limits: Limits
+    pages: int
+    dtype: torch.dtype
+    device: torch.device
+    snapshots: int
+    plan: Plan
+
+
+def plan_for(model: str, config: Config) -> Plan:
+    """The plan of a checkpoint, from its headers alone.
+
+    Raises:
+        CheckpointError: it cannot be read. ConfigError: a setting cannot work.
+    """
+    checkpoint = open_checkpoint(resolve(model))
+    outline = models.outline(checkpoint, number_format(config), torch.device("cpu"))
+    return sizes(config, checkpoint, outline.stores, outline.nbytes, outline.context).plan
+
+
+def number_format(config: Config) -> torch.dtype:
+    """The computation's format; auto is float32 on a CPU and bfloat16 on a GPU."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return torch.float32 if device_of(config).type == "cpu" else torch.bfloat16
+
+
+def device_of(config: Config) -> torch.device:
+    """The device of the config.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {config.device!r}: give cpu, cuda or auto")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no GPU: use cpu, or install a CUDA torch")
+    return torch.device(name)
+
+
+def sizes(
+    config: Config, checkpoint: Checkpoint, stores: tuple[Store, ...], weights: int, longest: int
+) -> Sizes:
+    """Turn settings into sizes.
+
+    Args:
+        stores: of the model and all drafters.
+        weights: bytes of all weights in memory.
+        longest: positions the checkpoint was made for.
+
+    Raises:
+        ConfigError: a setting cannot work; the message has the numbers.
+    """
+    limits = _limits(config, longest)
+    dtype, device = number_format(config), device_of(config)
+    per_page, per_slot = page_bytes(stores, dtype), slot_bytes(stores, limits, dtype)
+    pages = _pages(config, limits, per_page)
+    stateful = any(isinstance(s, PerSlot) for s in stores)
+    snapshots = int(config.cache.snapshots * GIB) if config.cache.prefix and stateful else 0
+    vocab = int(checkpoint.config["vocab_size"])
+    tables = limits.slots * 8 * (limits.context + limits.pages + 2)
+    drafts = limits.slots * limits.drafts * 8 * 4
+    logits = 3 * 4 * vocab * min(limits.tokens, limits.seqs * limits.span)
+    rows = (
+        Row("weights", weights, f"{checkpoint.path.name}"),
+        Row(
+            "pages",
+            pages * per_page,
+            f"{(pages - 1) * PAGE} tokens, {per_page // PAGE} bytes each",
+        ),
+        Row("slots", limits.slots * per_slot, f"{limits.seqs} sequences"),
+        Row("tables", tables + drafts, "tokens, pages and drafts by slot"),
+        Row("scratch", logits, f"logits of a step, {limits.tokens} rows in all"),
+    )
+    plan = Plan(
+        model=config.model if len(config.model) < 60 else Path(config.model).name,
+        dtype=str(dtype).removeprefix("torch."),
+        device=device.type,
+        seqs=limits.seqs,
+        context=limits.context,
+        pages=pages,
+        rows=rows,
+        total=sum(r.bytes for r in rows),
+        host=snapshots,
+    )
+    return Sizes(limits, pages, dtype, device, snapshots, plan)
+
+
+def _limits(config: Config, longest: int) -> Limits:
+    asked = config.limits
+    context = asked.context or min(longest, LONGEST)
+    for ok, text in (
+        (asked.seqs >= 1, f"limits.seqs is {asked.seqs}: give 1 or more"),
+        (1 <= asked.span <= 64, f"limits.span is {asked.span}: give 1 to 64"),
+        (asked.context >= 0, f"limits.context is {asked.context}: give 0 or more"),
+        (
+            context <= longest,
+            f"limits.context is {context}, but the checkpoint was made for {longest} positions:"
+            f" give {longest} or less",
+        ),
+        (
+            asked.tokens >= asked.seqs + PAGE,
+            f"limits.tokens is {asked.tokens}: {asked.seqs} sequences and one prompt page need"
+            f" {asked.seqs + PAGE} rows a step, give that or more",
+        ),
+        (
+            config.cache.snapshot_every >= 0 and config.cache.snapshot_every % PAGE == 0,
+            f"cache.snapshot_every is {config.cache.snapshot_every}: give a multiple of {PAGE},"
+            " or 0 for none",
+        ),
+        (config.cache.memory >= 0, f"cache.memory is {config.cache.memory}: give 0 or more GiB"),
+        (
+            config.cache.snapshots >= 0,
+            f"cache.snapshots is {config.cache.snapshots}: give 0 or more GiB",
+        ),
+        (
+            config.speculation.row_cost >= 0,
+            f"speculation.row_cost is {config.speculation.row_cost}: give 0 or more",
+        ),
+    ):
+        if not ok:
+            raise ConfigError(text)
+    return Limits(asked.seqs, asked.tokens, asked.span, context)
+
+
+def _pages(config: Config, limits: Limits, per_page: int) -> int:
+    """Pages of the pool; page 0 and one spare come on top."""
+    least = limits.pages + 2
+    if not config.cache.memory:
+        return max(least, min(limits.seqs, 2) * limits.pages + 2)
+    pages = int(config.cache.memory * GIB) // max(1, per_page)
+    if pages < least:
+        fits = max(0, pages - 2) * PAGE
+        raise ConfigError(
+            f"cache.memory is {config.cache.memory} GiB, which holds {fits} tokens, but"
+            f" limits.context is {limits.context}: lower limits.context to {fits}, or give"
+            f" {least * per_page / GIB:.2f} GiB"
+        )
+    return min(pages, limits.seqs * limits.pages + 2)
+
+
+def check(plan: Plan, name: str, actual: int) -> None:
+    """Compare what was allocated with its line of the plan.
+
+    Raises:
+        CheckpointError: more than 1 % and 1 MiB off; a fault of ours or an unusual checkpoint.
+    """
+    planned = next(r.bytes for r in plan.rows if r.name == name)
+    if abs(actual - planned) > max(2**20, planned // 100):
+        raise CheckpointError(
+            f"{name} took {_size(actual)} where {_size(planned)} were planned: report this with"
+            " the checkpoint's config.json"
+        )

@@ -1,0 +1,352 @@
+"""What each step computes: admission, chunks, drafts, preemption, stops. Sees no tensor."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol
+
+from slipstream.engine.batch import Limits, Sequence, Span
+from slipstream.engine.lengths import share
+from slipstream.engine.prefix import Hit
+from slipstream.kernels.types import PAGE
+from slipstream.request import (
+    FinishReason,
+    Output,
+    Speculation,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+
+
+class Pages(Protocol):
+    """The cache as the scheduler knows it."""
+
+    @property
+    def available(self) -> int: ...
+    def admit(self, sequence: Sequence, spare: int = 0) -> Hit | None: ...
+    def reserve(self, slot: int, upto: int) -> bool: ...
+    def publish(self, sequence: Sequence) -> None: ...
+    def snapshot(self, sequence: Sequence) -> None: ...
+    def release(self, slot: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How much to draft.
+
+    row_cost: time of one more row in a step, in one-row steps.
+    names: drafters by source number.
+    """
+
+    row_cost: float
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One span's verdict on the host."""
+
+    count: int  # positions that became real
+    tokens: list[int]  # newly decided
+    drafts: int  # proposed for the next step
+    scores: list[float]
+    sources: list[int]
+    logprobs: list[TokenLogprob]
+
+
+class Scheduler:
+    """Owns all sequences.
+
+    Args:
+        limits: sizes; every step fits them.
+        cache: gives slots and pages.
+        snapshot_every: prompt positions between snapshots, a multiple of PAGE; 0: none, because
+            the model has no recurrent state or nothing is reused.
+        drafting: None: no speculation.
+        keep_generated: keep the state at the end of an answer for a later turn.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        cache: Pages,
+        *,
+        snapshot_every: int,
+        drafting: Drafting | None,
+        keep_generated: bool,
+    ) -> None:
+        self.limits, self.cache = limits, cache
+        self.snapshot_every, self.drafting = snapshot_every, drafting
+        self.keep_generated = keep_generated
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.admitted: list[Sequence] = []  # since the last step; the engine fills their tables
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def abort(self, id: str) -> Output | None:
+        """Drop a request, queued or running; None if it is neither."""
+        for sequence in (*self.running, *self.waiting):
+            if sequence.request.id == id:
+                return self._finish(sequence, (), (), (), "abort", None)
+        return None
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def plan(self) -> list[Span] | None:
+        """The next step's spans, short ones first; None if there is nothing to compute."""
+        self._admit()
+        plan = self._short_spans()
+        plan += self._chunks(self.limits.tokens - sum(s.length for s in plan))
+        # Preemption may have taken a sequence that was planned before.
+        plan = [s for s in plan if s.sequence.slot]
+        return plan or None
+
+    def _admit(self) -> None:
+        """First come, first served, while there are slots and pages for the whole prompt.
+
+        Every running sequence keeps a page in reserve, so that admission is not undone by the
+        next tokens of those that run.
+        """
+        while self.waiting and len(self.running) < self.limits.seqs:
+            sequence = self.waiting[0]
+            hit = self.cache.admit(sequence, spare=len(self.running))
+            if hit is None:
+                return
+            self.waiting.popleft()
+            self.running.append(sequence)
+            self.admitted.append(sequence)
+            sequence.computed = hit.position
+            sequence.drafts = 0
+            if sequence.cached < 0:
+                sequence.cached = min(hit.position, sequence.prompt)
+                sequence.admitted = monotonic()
+            sequence.marks = self._marks(sequence, hit)
+
+    def _marks(self, sequence: Sequence, hit: Hit) -> tuple[int, ...]:
+        """Prompt positions whose state is worth keeping.
+
+        Every so often, the last page border of the prompt, and the place where this prompt
+        leaves text that is known but has no snapshot: the next one that leaves there resumes.
+        """
+        if not self.snapshot_every:
+            return ()
+        last = (sequence.prompt - 1) // PAGE * PAGE
+        marks = {*range(self.snapshot_every, last, self.snapshot_every), hit.shared, last}
+        return tuple(sorted(m for m in marks if sequence.computed < m <= last))
+
+    def _short_spans(self) -> list[Span]:
+        decoding = [s for s in self.running if not s.prefilling]
+        # One row each comes first; a prompt in progress keeps room for a page.
+        reserve = PAGE if len(decoding) < len(self.running) else 0
+        spare = max(0, self.limits.tokens - reserve - len(decoding))
+        counts = self._drafts(decoding, spare)
+        spare -= sum(counts)
+        plan: list[Span] = []
+        for sequence, drafts in zip(decoding, counts, strict=True):
+            known = len(sequence.tokens) - sequence.computed
+            # Behind a preemption several tokens are known already.
+            known = min(known, 1 + spare, self.limits.span - drafts)
+            spare -= known - 1
+            length = known + drafts
+            if sequence.slot and self._reserve(sequence, sequence.computed + length):
+                plan.append(Span(sequence, sequence.computed, length, drafts, chunk=False))
+        return plan
+
+    def _drafts(self, decoding: list[Sequence], spare: int) -> list[int]:
+        """Drafts to verify for each sequence, out of `spare` rows in all."""
+        if self.drafting is None:
+            return [0] * len(decoding)
+        scores: list[list[float]] = []
+        for sequence in decoding:
+            room = 0
+            if len(sequence.tokens) - sequence.computed == 1 and sequence.params.speculate:
+                # A draft beyond the last token that may come would be wasted.
+                room = min(sequence.drafts, sequence.stop_at - len(sequence.tokens) - 1)
+            row = sequence.acceptance.correct(sequence.scores[:room], sequence.source[:room])
+            scores.append(row)
+        counts = share(scores, spare, self.drafting.row_cost)
+        spare -= sum(counts)
+        for i, sequence in enumerate(decoding):
+            if scores[i] and (counts[i] or spare):
+                probed = sequence.acceptance.probe(counts[i], len(scores[i]))
+                spare -= probed - counts[i]
+                counts[i] = probed
+        return counts
+
+    def _chunks(self, budget: int) -> list[Span]:
+        """Prompt chunks. The oldest prompt gets half; the rest goes to the shortest first.
+
+        So a short prompt has its first token soon beside a long one, and the long one never
+        stands still.
+        """
+        prefilling = [s for s in self.running if s.prefilling]
+        if not prefilling:
+            return []
+        oldest = prefilling[0]
+        rest = sorted(prefilling[1:], key=lambda s: s.prompt - s.computed)
+        half = max(PAGE, budget // 2) if rest else budget
+        lengths = {id(oldest): self._chunk(oldest, min(half, budget))}
+        budget -= lengths[id(oldest)]
+        for sequence in rest:
+            lengths[id(sequence)] = self._chunk(sequence, budget)
+            budget -= lengths[id(sequence)]
+        if budget >= PAGE:
+            longer = self._chunk(oldest, lengths[id(oldest)] + budget)
+            lengths[id(oldest)] = longer
+        plan = []
+        for sequence in prefilling:
+            length = lengths[id(sequence)]
+            end = sequence.computed + length
+            if length and sequence.slot and self._reserve(sequence, end):
+                plan.append(Span(sequence, sequence.computed, length, 0, chunk=True))
+        return plan
+
+    @staticmethod
+    def _chunk(sequence: Sequence, budget: int) -> int:
+        """Rows of the next chunk: to a snapshot, a page border or the end of the prompt."""
+        start, end = sequence.computed, min(sequence.computed + budget, sequence.prompt)
+        end = min([end, *(m for m in sequence.marks if m > start)])
+        if end < sequence.prompt:
+            end -= end % PAGE
+        return max(0, end - start)
+
+    def _reserve(self, sequence: Sequence, upto: int) -> bool:
+        """Pages for a span; takes them from the sequence admitted last if it must."""
+        while not self.cache.reserve(sequence.slot, upto):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence off the device; it waits at the front, its text so far as it is."""
+        self.preemptions += 1
+        self.cache.snapshot(sequence)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.slot)
+        self.running.remove(sequence)
+        if sequence in self.admitted:
+            self.admitted.remove(sequence)
+        sequence.slot = sequence.computed = sequence.drafts = 0
+
+    # -- after the step ---------------------------------------------------------------------
+
+    def apply(self, plan: list[Span], decided: list[Decided]) -> list[Output]:
+        """Enter a step's verdicts: new tokens, ends, snapshots, next drafts."""
+        outputs = []
+        for span, verdict in zip(plan, decided, strict=True):
+            output = self._advance(span, verdict)
+            if output:
+                outputs.append(output)
+        return outputs
+
+    def _advance(self, span: Span, verdict: Decided) -> Output | None:
+        sequence = span.sequence
+        known = span.length - span.drafts
+        sequence.computed = span.start + verdict.count
+        if span.ready:
+            accepted = verdict.count - known
+            scores, sources = sequence.scores[: span.drafts], sequence.source[: span.drafts]
+            sequence.acceptance.update(scores, sources, accepted)
+        sequence.drafts = verdict.drafts
+        sequence.scores, sequence.source = verdict.scores, verdict.sources
+        if not span.ready:
+            self.cache.publish(sequence)
+            if sequence.computed in sequence.marks:
+                self.cache.snapshot(sequence)
+            return None
+        names = self.drafting.names if self.drafting else ()
+        origin = [names[s] for s in sources[:accepted]] + ["target"]
+        tokens, finish, reason = self._cut(sequence, verdict.tokens)
+        sequence.tokens += tokens
+        # A stop inside the span: what came behind it never was.
+        sequence.computed = min(sequence.computed, len(sequence.tokens))
+        sequence.steps += 1
+        sequence.drafted += span.drafts
+        kept = min(accepted, len(tokens))
+        sequence.accepted += kept
+        for name in origin[:kept]:
+            sequence.by_source[name] = sequence.by_source.get(name, 0) + 1
+        if sequence.generated == len(tokens):
+            sequence.first = monotonic()
+        self.cache.publish(sequence)
+        if span.chunk and sequence.computed in sequence.marks:
+            self.cache.snapshot(sequence)
+        count = len(tokens)
+        parts = (tuple(tokens), tuple(origin[:count]), tuple(verdict.logprobs[:count]))
+        if finish:
+            return self._finish(sequence, *parts, finish, reason)
+        return self._output(sequence, *parts, None, None)
+
+    @staticmethod
+    def _cut(
+        sequence: Sequence, tokens: list[int]
+    ) -> tuple[list[int], FinishReason | None, int | None]:
+        """New tokens up to the first that ends the text."""
+        for i, token in enumerate(tokens):
+            length = len(sequence.tokens) + i + 1
+            if token in sequence.ends and length - sequence.prompt > sequence.params.min_tokens:
+                return tokens[: i + 1], "stop", token
+            if length >= sequence.stop_at:
+                return tokens[: i + 1], "length", None
+        return tokens, None, None
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        sources: tuple[str, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        finish: FinishReason,
+        reason: int | str | None,
+    ) -> Output:
+        if sequence.slot:
+            # The folded state may be ahead of a stop only by rows that the rings still hold.
+            if self.keep_generated and sequence.computed >= sequence.prompt:
+                self.cache.snapshot(sequence)
+            self._release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        return self._output(sequence, tokens, sources, logprobs, finish, reason)
+
+    def _output(
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        sources: tuple[str, ...],
+        logprobs: tuple[TokenLogprob, ...],
+        finish: FinishReason | None,
+        reason: int | str | None,
+    ) -> Output:
+        now = monotonic()
+        prompt_logprobs = None
+        if sequence.generated == len(tokens) and sequence.prompt_logprobs is not None:
+            prompt_logprobs = tuple(sequence.prompt_logprobs)
+        return Output(
+            id=sequence.request.id,
+            tokens=tokens,
+            sources=sources,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish=finish,
+            stop_reason=reason,
+            usage=Usage(sequence.prompt, sequence.generated, max(sequence.cached, 0)),
+            timing=Timing(
+                queued=(sequence.admitted or now) - sequence.arrived,
+                first_token=(sequence.first or now) - sequence.arrived,
+                total=now - sequence.arrived,
+            ),
+            speculation=Speculation(
+                sequence.steps, sequence.drafted, sequence.accepted, dict(sequence.by_source)
+            ),
+        )

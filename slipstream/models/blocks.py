@@ -1,0 +1,190 @@
+"""The layers that families share, in terms of kernels.
+
+T token rows, h hidden size. Every layer is built from a checkpoint by tensor name and reads its
+memory through a CacheView; none knows what a sequence is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slipstream import kernels
+from slipstream.kernels.types import Batch, Dense
+from slipstream.weights import linear
+from slipstream.weights.linear import Linear
+from slipstream.weights.reader import Checkpoint, CheckpointError
+
+if TYPE_CHECKING:
+    from slipstream.models.view import CacheView
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Reads one model's tensors in the formats it computes with."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype  # of weights and activations
+    device: torch.device
+    sizes: list[int] = field(default_factory=list)  # bytes of everything read
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The format of norms, gates and rotations: float32, or float64 for a float64 model."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def linear(self, names: list[str], out: int, into: int) -> Linear:
+        """Modules stacked along their outputs, [out, into] in all."""
+        made = linear.load(self.checkpoint, names, (out, into), self.dtype, self.device)
+        self.sizes.append(made.nbytes)
+        return made
+
+    def vector(self, name: str, shape: tuple[int, ...], add: float = 0.0) -> Tensor:
+        """A small tensor in the wide format, `add` added to each number."""
+        self.checkpoint.expect(name, shape)
+        made = self.checkpoint.tensor(name).to(self.device, self.wide) + add
+        self.sizes.append(made.nbytes)
+        return made
+
+    def need(self, key: str, kind: type = int) -> Any:
+        """A value of config.json.
+
+        Raises:
+            CheckpointError: it is missing or of another type.
+        """
+        value = self.checkpoint.config.get(key)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"config.json of {self.checkpoint.path} has {key} = {value!r} where a"
+                f" {kind.__name__} is needed: take the config that came with these weights"
+            )
+        if kind is int and value <= 0:
+            raise CheckpointError(
+                f"config.json of {self.checkpoint.path} has {key} = {value}: it must be above 0"
+            )
+        return value
+
+
+class Outline(Loader):
+    """Counts what would be read, and reads nothing."""
+
+    def linear(self, names: list[str], out: int, into: int) -> Linear:
+        made = Linear(Dense(torch.empty(out, into, dtype=self.dtype, device="meta")))
+        self.sizes.append(made.nbytes)
+        return made
+
+    def vector(self, name: str, shape: tuple[int, ...], add: float = 0.0) -> Tensor:
+        made = torch.empty(shape, dtype=self.wide, device="meta")
+        self.sizes.append(made.nbytes)
+        return made
+
+
+def rope_frequencies(config: dict[str, Any], head_dim: int, wide: torch.dtype) -> Tensor:
+    """Inverse frequencies [rotated/2] by the config's rope settings.
+
+    Types: default (Su et al. 2021), linear, and llama3 (long wavelengths divided by `factor`,
+    short ones kept, a linear blend between). Angles of text are the same under mrope.
+
+    Raises:
+        CheckpointError: another type.
+    """
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    rotated = int(head_dim * share)
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+    inverse = 1.0 / theta**exponent
+    if kind == "linear":
+        inverse = inverse / float(rope["factor"])
+    elif kind == "llama3":
+        factor, low, high = (
+            float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+        )
+        original = float(rope["original_max_position_embeddings"])
+        turns = original * inverse / (2 * math.pi)
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        inverse = inverse * blend + inverse / factor * (1 - blend)
+    elif kind not in ("default", "mrope"):
+        raise CheckpointError(
+            f"config.json asks for rope type {kind!r}, which this version does not compute"
+            " (it has default, linear and llama3): remove it to run within the original context"
+        )
+    return inverse.to(wide)
+
+
+class Mlp:
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, load: Loader, prefix: str, hidden: int, inner: int) -> None:
+        self.gate_up = load.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], 2 * inner, hidden)
+        self.down = load.linear([f"{prefix}.down_proj"], hidden, inner)
+
+    def __call__(self, x: Tensor, split: int) -> Tensor:
+        return self.down(kernels.silu_mul(self.gate_up(x, split)), split)
+
+
+class Attention:
+    """Causal grouped-query attention with rotary positions.
+
+    `gated`: q_proj rows hold, head by head, the query and then a gate; sigmoid(gate) multiplies
+    the head's output. `normed`: queries and keys pass an RMSNorm over the head size, whose
+    stored weights are weight - 1.
+    """
+
+    def __init__(
+        self,
+        load: Loader,
+        prefix: str,
+        *,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        eps: float,
+        inv_freq: Tensor,
+        gated: bool = False,
+        normed: bool = False,
+    ) -> None:
+        if heads % kv_heads:
+            raise CheckpointError(
+                f"config.json has {heads} attention heads over {kv_heads} key-value heads:"
+                " the first must be a multiple of the second"
+            )
+        self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, head_dim, eps
+        self.gated, self.inv_freq = gated, inv_freq.to(load.device)
+        self.q_width = heads * head_dim * (2 if gated else 1)
+        self.kv_width = kv_heads * head_dim
+        self.qkv = load.linear(
+            [f"{prefix}.{p}_proj" for p in "qkv"], self.q_width + 2 * self.kv_width, hidden
+        )
+        self.out = load.linear([f"{prefix}.o_proj"], hidden, heads * head_dim)
+        self.q_norm = load.vector(f"{prefix}.q_norm.weight", (head_dim,), 1.0) if normed else None
+        self.k_norm = load.vector(f"{prefix}.k_norm.weight", (head_dim,), 1.0) if normed else None
+
+    def __call__(self, x: Tensor, batch: Batch, cache: CacheView, layer: int) -> Tensor:
+        q, k, v = self.qkv(x, batch.split).split(
+            [self.q_width, self.kv_width, self.kv_width], dim=-1
+        )
+        gate = None
+        q = q.unflatten(-1, (self.heads, -1))
+        if self.gated:
+            q, gate = q.chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (self.kv_heads, self.dim)) for part in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q = kernels.norm(q, self.q_norm, self.eps)
+            k = kernels.norm(k, self.k_norm, self.eps)
+        q = kernels.rope(q, batch.positions, self.inv_freq)
+        k = kernels.rope(k, batch.positions, self.inv_freq)
+        kv = cache.paged(layer)
+        kernels.store_kv(k, v, kv, cache.table, batch)
+        y = kernels.attend(q, kv, cache.table, batch, self.dim**-0.5)
+        if gate is not None:
+            y = y * gate.sigmoid()
+        return self.out(y.flatten(1), batch.split)

@@ -1,0 +1,134 @@
+"""Qwen3.5, 3.6 and 3.8 dense: three Gated-DeltaNet layers to one of gated attention.
+
+Norms of this family store weight - 1, except the one inside the Gated-DeltaNet layer.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream import kernels
+from slipstream.kernels.types import Batch, Hidden
+from slipstream.models.blocks import Attention, Loader, Mlp, rope_frequencies
+from slipstream.models.head import Head, Taps
+from slipstream.models.stores import Paged, PerSlot, Store, gated_delta
+from slipstream.models.view import CacheView
+from slipstream.weights.reader import CheckpointError
+
+
+class GatedDeltaNet:
+    """Linear attention with a gated delta rule (Yang et al. 2024) behind a short convolution."""
+
+    def __init__(self, load: Loader, prefix: str, hidden: int, eps: float) -> None:
+        self.key_heads = load.need("linear_num_key_heads")
+        self.heads = load.need("linear_num_value_heads")
+        dk, self.dv = load.need("linear_key_head_dim"), load.need("linear_value_head_dim")
+        taps = load.need("linear_conv_kernel_dim")
+        if self.heads % self.key_heads:
+            raise CheckpointError(
+                f"config.json has {self.heads} linear value heads over {self.key_heads} key"
+                " heads: the first must be a multiple of the second"
+            )
+        self.channels = 2 * self.key_heads * dk + self.heads * self.dv
+        self.eps = eps
+        values = self.heads * self.dv
+        self.qkv_z = load.linear(
+            [f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"], self.channels + values, hidden
+        )
+        self.a_b = load.linear(
+            [f"{prefix}.in_proj_a", f"{prefix}.in_proj_b"], 2 * self.heads, hidden
+        )
+        self.conv = load.vector(f"{prefix}.conv1d.weight", (self.channels, 1, taps))[:, 0]
+        self.a_log = load.vector(f"{prefix}.A_log", (self.heads,))
+        self.dt_bias = load.vector(f"{prefix}.dt_bias", (self.heads,))
+        self.norm = load.vector(f"{prefix}.norm.weight", (self.dv,))
+        self.out = load.linear([f"{prefix}.out_proj"], hidden, values)
+        self.store: PerSlot = gated_delta(
+            self.heads, dk, self.dv, self.channels, taps, state=load.wide, gates=load.wide
+        )
+
+    def __call__(self, x: Tensor, batch: Batch, cache: CacheView, layer: int) -> Tensor:
+        u, z = self.qkv_z(x, batch.split).split([self.channels, self.heads * self.dv], dim=-1)
+        a, b = self.a_b(x, batch.split).chunk(2, dim=-1)
+        g, beta = kernels.gdn_gates(a, b, self.a_log, self.dt_bias)
+        o = kernels.gdn(u, g, beta, self.conv, self.key_heads, cache.gdn(layer), batch)
+        o = kernels.gated_norm(o, z.unflatten(-1, (self.heads, self.dv)), self.norm, self.eps)
+        return self.out(o.to(x.dtype).flatten(1), batch.split)
+
+
+class Qwen35:
+    """The text model of `qwen3_5` checkpoints."""
+
+    def __init__(self, load: Loader) -> None:
+        checkpoint, config = load.checkpoint, load.checkpoint.config
+        self.hidden_size = load.need("hidden_size")
+        layers = load.need("num_hidden_layers")
+        self.eps = load.need("rms_norm_eps", float)
+        self.context = load.need("max_position_embeddings")
+        head_dim = load.need("head_dim")
+        kinds = config.get("layer_types") or [
+            "full_attention" if (i + 1) % load.need("full_attention_interval") == 0
+            else "linear_attention"
+            for i in range(layers)
+        ]  # fmt: skip
+        if len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
+            raise CheckpointError(
+                f"config.json lists {len(kinds)} layer_types of kinds {sorted(set(kinds))} for"
+                f" {layers} layers: one of linear_attention or full_attention is needed for each"
+            )
+        rope = {"partial_rotary_factor": 0.25, **config}
+        inv_freq = rope_frequencies(rope, head_dim, load.wide)
+        self.head = Head(load)
+        self.vocab = self.head.vocab
+        self.norms: list[tuple[Tensor, Tensor]] = []
+        self.mixers: list[Attention | GatedDeltaNet] = []
+        self.mlp: list[Mlp] = []
+        stores: list[Store] = []
+        for i, kind in enumerate(kinds):
+            prefix = f"model.layers.{i}"
+            before, after = (
+                load.vector(f"{prefix}.{name}.weight", (self.hidden_size,), 1.0)
+                for name in ("input_layernorm", "post_attention_layernorm")
+            )
+            self.norms.append((before, after))
+            if kind == "full_attention":
+                kv_heads = load.need("num_key_value_heads")
+                self.mixers.append(
+                    Attention(
+                        load,
+                        f"{prefix}.self_attn",
+                        hidden=self.hidden_size,
+                        heads=load.need("num_attention_heads"),
+                        kv_heads=kv_heads,
+                        head_dim=head_dim,
+                        eps=self.eps,
+                        inv_freq=inv_freq,
+                        gated=config.get("attn_output_gate", True),
+                        normed=True,
+                    )
+                )
+                stores.append(Paged(kv_heads, head_dim))
+            else:
+                mixer = GatedDeltaNet(load, f"{prefix}.linear_attn", self.hidden_size, self.eps)
+                self.mixers.append(mixer)
+                stores.append(mixer.store)
+            self.mlp.append(
+                Mlp(load, f"{prefix}.mlp", self.hidden_size, load.need("intermediate_size"))
+            )
+        self.norm = load.vector("model.norm.weight", (self.hidden_size,), 1.0)
+        self.stores = tuple(stores)
+        # The MTP head drafts; the text model does not read it.
+        checkpoint.skip([n for n in checkpoint.names() if n.startswith("mtp.")])
+
+    def forward(self, batch: Batch, cache: CacheView, taps: tuple[int, ...] = ()) -> Hidden:
+        x = self.head.embed(batch.tokens)
+        tapped = Taps(taps)
+        for i, (mixer, mlp) in enumerate(zip(self.mixers, self.mlp, strict=True)):
+            before, after = self.norms[i]
+            x = x + mixer(kernels.norm(x, before, self.eps), batch, cache, i)
+            x = x + mlp(kernels.norm(x, after, self.eps), batch.split)
+            tapped.see(i, x)
+        return Hidden(kernels.norm(x, self.norm, self.eps), tapped.joined())
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden)
