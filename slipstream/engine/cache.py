@@ -111,6 +111,12 @@ class Cache:
         pages = [t for kv in self._paged.values() for t in kv]
         return [*pages, *rings, self.table, self.computed, self.folded]
 
+    def nbytes(self, kind: str) -> int:
+        """Bytes of the "pages" or of the "slots"."""
+        if kind == "pages":
+            return sum(t.nbytes for kv in self._paged.values() for t in kv)
+        return sum(t.nbytes for _, t in self._declared)
+
     @property
     def available(self) -> int:
         """Pages that a sequence could get."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 from secrets import randbits
 
@@ -241,8 +242,6 @@ class Engine:
 
 def resolve(params: SamplingParams, defaults: SamplingParams) -> SamplingParams:
     """`params` with what it leaves open taken from `defaults`."""
-    from dataclasses import replace
-
     open_fields = ("temperature", "top_k", "top_p")
     missing = {f: getattr(defaults, f) for f in open_fields if getattr(params, f) is None}
     if params.temperature is not None and params.temperature > 0 and defaults.temperature == 0:
@@ -292,13 +291,14 @@ def build(
         torch.set_num_threads(config.threads)
     outline = models.outline(checkpoint, dtype, device)
     sized = memory.sizes(config, checkpoint, outline.stores, outline.nbytes, outline.context)
-    model = models.build(checkpoint, dtype, device)
+    loaded: list[int] = []
+    model = models.build(checkpoint, dtype, device, loaded)
     limits = sized.limits
     inputs = Inputs(limits, device)
     drafter: Drafter | None = None
     if config.speculation.enabled and config.speculation.lookup and limits.drafts:
         drafter = Lookup(inputs.history, inputs.length, limits.drafts)
-    return assemble(
+    engine = assemble(
         model,
         drafter,
         sized,
@@ -312,6 +312,15 @@ def build(
         defaults=generation_defaults(checkpoint.generation),
         name=config.model,
     )
+    memory.check(
+        sized.plan,
+        {
+            "weights": sum(loaded),
+            "pages": engine.cache.nbytes("pages"),
+            "slots": engine.cache.nbytes("slots"),
+        },
+    )
+    return engine
 
 
 def assemble(

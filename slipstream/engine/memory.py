@@ -125,7 +125,7 @@ def sizes(
     snapshots = int(config.cache.snapshots * GIB) if config.cache.prefix and stateful else 0
     vocab = int(checkpoint.config["vocab_size"])
     tables = limits.slots * 8 * (limits.context + limits.pages + 2)
-    drafts = limits.slots * limits.drafts * 8 * 4
+    drafts = limits.slots * max(1, limits.drafts) * 8 * 4
     logits = 3 * 4 * vocab * min(limits.tokens, limits.seqs * limits.span)
     rows = (
         Row("weights", weights, f"{checkpoint.path.name}"),
@@ -205,15 +205,16 @@ def _pages(config: Config, limits: Limits, per_page: int) -> int:
     return min(pages, limits.seqs * limits.pages + 2)
 
 
-def check(plan: Plan, name: str, actual: int) -> None:
-    """Compare what was allocated with its line of the plan.
+def check(plan: Plan, actual: dict[str, int]) -> None:
+    """Compare what was allocated, by line of the plan, with what was planned.
 
     Raises:
         CheckpointError: more than 1 % and 1 MiB off; a fault of ours or an unusual checkpoint.
     """
-    planned = next(r.bytes for r in plan.rows if r.name == name)
-    if abs(actual - planned) > max(2**20, planned // 100):
-        raise CheckpointError(
-            f"{name} took {_size(actual)} where {_size(planned)} were planned: report this with"
-            " the checkpoint's config.json"
-        )
+    planned = {r.name: r.bytes for r in plan.rows}
+    for name, taken in actual.items():
+        if abs(taken - planned[name]) > max(2**20, planned[name] // 100):
+            raise CheckpointError(
+                f"{name} took {_size(taken)} where {_size(planned[name])} were planned: report"
+                " this with the checkpoint's config.json"
+            )

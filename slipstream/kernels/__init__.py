@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels import cpu, reference
-from slipstream.kernels.types import Batch, GdnState, PagedKV, Packed
+from slipstream.kernels.types import Batch, GdnState, Packed, PagedKV
 
 _BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu}
 _chosen: ContextVar[dict[str, str] | None] = ContextVar("chosen", default=None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels import reference
 from slipstream.kernels.reference import wide
-from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, PagedKV, Packed, SpanRows
+from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Packed, PagedKV, SpanRows
 
 _FEW = 64  # rows up to which W @ x.T is the faster product
 
@@ -74,10 +74,8 @@ def _positions(pages: Tensor, table: Tensor, end: int, dtype: torch.dtype) -> Te
     """[H, end, D] of one slot: in place where its pages are consecutive, gathered otherwise."""
     count = -(-end // PAGE)
     ids = table[:count].tolist()
-    if ids == list(range(ids[0], ids[0] + count)):
-        rows = pages[ids[0] : ids[0] + count]
-    else:
-        rows = pages[table[:count]]
+    side_by_side = ids == list(range(ids[0], ids[0] + count))
+    rows = pages[ids[0] : ids[0] + count] if side_by_side else pages[table[:count]]
     return rows.flatten(0, 1)[:end].to(dtype).transpose(0, 1)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Int4, PagedKV, Packed
+from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Int4, Packed, PagedKV
 
 
 def dequantize(w: Packed) -> Tensor:

@@ -23,13 +23,22 @@ FAMILIES: dict[str, type[Llama] | type[Qwen35]] = {
 }
 
 
-def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> AnyModel:
+def build(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: list[int] | None = None,
+) -> AnyModel:
     """The model of a checkpoint, its weights read and checked.
+
+    Args:
+        sizes: takes the bytes of every tensor read.
 
     Raises:
         CheckpointError: unknown family; a tensor missing, unread or of the wrong shape.
     """
-    model = _family(checkpoint)(Loader(checkpoint, dtype, device))
+    load = Loader(checkpoint, dtype, device, [] if sizes is None else sizes)
+    model = _family(checkpoint)(load)
     checkpoint.finish()
     return model
 
