@@ -164,7 +164,8 @@ class FakeEngine:
         text = run.tokens if params.ignore_eos else [*run.tokens, END]
         if params.ignore_eos:
             text = (text * (params.max_tokens // len(text) + 1))[: params.max_tokens]
-        text = text[: params.max_tokens]
+        ends = [i for i, token in enumerate(text) if token in params.stop_token_ids]
+        text = text[: min([*(i + 1 for i in ends), params.max_tokens])]
         new = tuple(text[run.done : run.done + self.block])
         first = run.done == 0
         run.done += len(new)
@@ -172,7 +173,8 @@ class FakeEngine:
         ended = run.done >= len(text)
         finish = None
         if ended:
-            finish = "stop" if new and new[-1] == END else "length"
+            by_end = text[-1] == END and not params.ignore_eos
+            finish = "stop" if ends or by_end else "length"
         return Output(
             id=request.id,
             tokens=new,
@@ -184,7 +186,7 @@ class FakeEngine:
                 else None
             ),
             finish=finish,  # type: ignore[arg-type]
-            stop_reason=END if finish == "stop" else None,
+            stop_reason=text[-1] if finish == "stop" else None,
             usage=Usage(len(request.tokens), run.done, min(4, len(request.tokens))),
             timing=Timing(0.0, 0.01, time.perf_counter() - run.began),
             speculation=Speculation(

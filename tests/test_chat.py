@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake import ByteText, FakeEngine
 
-from slipstream.cli.chat import Conversation, Session
-from slipstream.request import RequestError, SamplingParams, Speculation, Timing, Usage
+from slipstream.cli.chat import Conversation, Delta, Session, Voice
+from slipstream.request import Output, RequestError, SamplingParams, Speculation, Timing, Usage
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-@dataclass
-class Output:
-    usage: Usage
-    timing: Timing = field(default_factory=lambda: Timing(0.1, 0.5, 2.5))
-    speculation: Speculation = field(
-        default_factory=lambda: Speculation(2, 6, 3, {"lookup": 3, "mtp": 0})
-    )
-
-
-@dataclass
-class Delta:
-    text: str
-    output: Output | None = None
-    finish: str | None = None
 
 
 class Bytes:
@@ -60,6 +46,15 @@ class Marks:
         return "".join(shown) + "<assistant>" + self.opening
 
 
+def output(prompt: int, completion: int) -> Output:
+    return Output(
+        "",
+        usage=Usage(prompt, completion, 3),
+        timing=Timing(0.1, 0.5, 2.5),
+        speculation=Speculation(2, 6, 3, {"lookup": 3, "mtp": 0}),
+    )
+
+
 class Speaker:
     """Answers with the pieces of `answers`, one list a question; an exception among them is raised."""
 
@@ -79,7 +74,7 @@ class Speaker:
                 if isinstance(piece, BaseException):
                     raise piece
                 yield Delta(piece)
-            yield Delta("", Output(Usage(len(prompt), len(pieces), 3)), self.finish)
+            yield Delta("", self.finish, output(len(prompt), len(pieces)))
         finally:
             self.closed += 1
 
@@ -327,33 +322,76 @@ def test_a_cut_answer_says_so() -> None:
     assert "max_tokens" in Talk("one", speaker=speaker).notes
 
 
+@contextlib.contextmanager
+def voice(engine: FakeEngine) -> Iterator[Voice]:
+    with contextlib.closing(Voice(engine, ByteText())) as made:
+        yield made
+    engine.close()
+
+
+def test_a_voice_over_an_engine() -> None:
+    engine = FakeEngine(answer=lambda r: "früh END spät", block=2)
+    with voice(engine) as speaker:
+        for stop, text, finish in [((), "früh END spät", "stop"), (("END",), "früh ", "stop")]:
+            deltas = list(speaker.stream([1, 2], SamplingParams(stop=stop, max_tokens=99)))
+            assert "".join(d.text for d in deltas) == text
+            assert [d.finish for d in deltas] == [None] * (len(deltas) - 1) + [finish]
+            last = deltas[-1].output
+            assert last is not None and last.usage.prompt_tokens == 2
+        assert engine.wait_idle()
+        assert engine.aborted == [engine.submitted[1].id]  # the stop string
+
+
+def test_leaving_a_voice_aborts() -> None:
+    engine = FakeEngine(answer=lambda r: "x" * 1000, block=1, pace=0.01)
+    with voice(engine) as speaker:
+        stream = speaker.stream([1], SamplingParams(max_tokens=1000))
+        assert next(stream).text == "x"
+        stream.close()  # type: ignore[attr-defined]
+        assert engine.wait_idle()
+        assert engine.aborted == [engine.submitted[0].id]
+
+
+def test_what_a_voice_is_refused() -> None:
+    engine = FakeEngine(
+        refuse=lambda r: "9 pages are not there" if r.tokens == (1,) else None,
+        fail=lambda r, done: "secret",
+    )
+    with voice(engine) as speaker:
+        with pytest.raises(RequestError, match="9 pages"):
+            list(speaker.stream([1], SamplingParams(max_tokens=5)))
+        with pytest.raises(RuntimeError, match="engine failed"):
+            list(speaker.stream([2], SamplingParams(max_tokens=5)))
+
+
 PROGRAM = """
-import sys, time, types
+import sys
+sys.path.insert(0, "tests")
+from fake import ByteText, FakeEngine
+from slipstream.__main__ import main
+from slipstream.server import local, text
 
 class Text:
     def encode(self, text): return list(text.encode())
     def render(self, messages, **arguments):
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
-class Delta:
-    def __init__(self, text): self.text, self.output, self.finish = text, None, None
+def answer(request):
+    prompt = bytes(request.tokens).decode()
+    if prompt.endswith("slow"):
+        return "begun " + "." * 900
+    return f"got {prompt} at {request.params.temperature}"
 
-class LLM:
-    def __init__(self, model, *, config):
-        self.tokenizer = self.template = Text()
-        self.context = 1000
-    def stream(self, prompt, params):
-        try:
-            if b"slow" in bytes(prompt[-8:]):
-                yield Delta("begun ")
-                time.sleep(60)
-            yield Delta(f"got {bytes(prompt).decode()} at {params.temperature}")
-        finally:
-            print("closed", file=sys.stderr)
+def load(config):
+    engine = FakeEngine(answer=answer, block=8, pace=0.05, context=2000)
+    def close():
+        engine.close()
+        print("aborted", len(engine.aborted), file=sys.stderr)
+    return local.Loaded(engine, Text(), Text(), "", close)
 
-sys.modules["slipstream.llm"] = types.SimpleNamespace(LLM=LLM)
-from slipstream.__main__ import main
-main(["chat", *sys.argv[1:]])
+local.load = load
+text.CheckpointText = lambda tokenizer, template: ByteText()
+main(["chat", "--max-tokens", "1000", *sys.argv[1:]])
 """
 
 
@@ -370,6 +408,7 @@ def test_piped() -> None:
         "got <system>s<user>one<assistant>got <system>s<user>one at 0.5<user>zwei � at 0.5\n"
     )
     assert b"there is no command /walk" in done.stderr
+    assert b"aborted 0" in done.stderr
     assert done.returncode == 1  # a script learns that something failed
 
 
@@ -418,13 +457,14 @@ def test_in_a_terminal() -> None:
         terminal.send("slow\n")
         terminal.until(lambda text: "begun" in text)
         terminal.send("\x03")
-        assert "closed" in terminal.until(lambda text: text.endswith("> "))
+        assert "stopped" in terminal.until(lambda text: text.endswith("> "))
         terminal.send("fast\n")
         seen = terminal.until(lambda text: "got" in text and text.endswith("> "))
-        assert "<user>slow<assistant>begun <user>fast" in seen
+        assert re.search(r"got <user>slow<assistant>begun \.*<user>fast at None", seen)
         terminal.send("\x03")
         assert "leaves" in terminal.until(lambda text: text.endswith("> "))
         terminal.send("\x04")
+        assert "aborted 1" in terminal.until(lambda text: "aborted" in text)
         assert terminal.process.wait(10) == 0
     finally:
         terminal.process.kill()

@@ -307,6 +307,11 @@ def test_an_end_token_has_no_text(open_site: Opener) -> None:
     answer = site.chat(ignore_eos=True, max_tokens=4).json()
     assert answer["choices"][0]["message"]["content"] == "hi!"
     assert answer["usage"]["completion_tokens"] == 4
+    answer = site.chat(stop_token_ids=[ord("i")], logprobs=True).json()
+    assert answer["choices"][0]["message"]["content"] == "h"
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 2
+    assert [e["token"] for e in answer["choices"][0]["logprobs"]["content"]] == ["h", "i"]
 
 
 # Log-probabilities

@@ -1,24 +1,29 @@
 """`slipstream chat`: a conversation in the terminal.
 
-`Conversation` holds the turns and speaks with the model; `Session` reads lines, runs commands and
-prints. Neither knows the engine: anything that streams deltas will do.
+`Conversation` holds the turns; `Session` reads lines, runs commands and prints. Neither knows the
+engine: anything that streams deltas will do. `Voice` is what does, over the `Serving` seam: the
+engine runs in its own thread, so that Ctrl-C never falls into the middle of a step.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
 from slipstream.cli.settings import Debug, with_config
 from slipstream.config import Config
-from slipstream.request import RequestError, SamplingParams, Speculation, Timing, Usage
+from slipstream.request import Output, Request, RequestError, SamplingParams
 
 if TYPE_CHECKING:
-    from slipstream.llm import Delta
+    from slipstream.engine.protocols import Serving
+    from slipstream.server.schema import TextSide
 
 SETTINGS: dict[str, type[int] | type[float]] = {
     "temperature": float,
@@ -55,13 +60,62 @@ class Tokenizer(Protocol):
 class Template(Protocol):
     """Messages to text."""
 
-    def render(self, messages: list[dict[str, Any]], /, **arguments: Any) -> str: ...
+    def render(self, messages: list[dict[str, Any]], **arguments: Any) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in an answer. The last one has `finish`, and the output with all counts."""
+
+    text: str
+    finish: str | None = None
+    output: Output | None = None
 
 
 class Speaker(Protocol):
-    """What answers: `LLM`, or a fake of it. Closing the iterator aborts the answer."""
+    """What answers. Closing the iterator aborts the answer."""
 
     def stream(self, prompt: list[int], params: SamplingParams, /) -> Iterator[Delta]: ...
+
+
+class Voice:
+    """Speaks through the `Serving` seam, one answer at a time."""
+
+    def __init__(self, serving: Serving, text: TextSide) -> None:
+        self._serving = serving
+        self._text = text
+        self._runner = asyncio.Runner()
+        self._numbers = itertools.count()
+
+    def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[Delta]:
+        """Answer a prompt. Ctrl-C in it is a KeyboardInterrupt, and the answer is aborted.
+
+        Raises:
+            RequestError: the prompt or a parameter cannot be served.
+        """
+        from slipstream.server.answer import Answer, Open
+        from slipstream.server.schema import ApiError
+
+        request = Request(f"chat-{next(self._numbers)}", tuple(prompt), params)
+        answer = Answer(self._serving, self._text, [request], params.stop, Open())
+        run = self._runner.run  # turns Ctrl-C into the cancellation of what it runs
+        run(answer.__aenter__())
+        try:
+            finish = None
+            while finish is None:
+                piece = run(answer.__anext__())
+                finish = piece.finish
+                yield Delta(piece.text, finish, piece.output)
+        except ApiError as error:
+            if error.status == 400:
+                raise RequestError(error.message) from None
+            raise RuntimeError(error.message) from None
+        finally:
+            run(answer.__aexit__(None, None, None))
+
+    def close(self) -> None:
+        """Let go of the event loop."""
+        self._runner.close()
 
 
 @dataclass(slots=True)
@@ -138,13 +192,13 @@ def _message(rendered: str, answer: str) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
 class Numbers:
-    """What the last answer cost."""
+    """What an answer cost, from its last output."""
 
-    usage: Usage = field(default_factory=Usage)
-    timing: Timing = field(default_factory=Timing)
-    speculation: Speculation = field(default_factory=Speculation)
+    def __init__(self, output: Output) -> None:
+        self.usage = output.usage
+        self.timing = output.timing
+        self.speculation = output.speculation
 
     @property
     def speed(self) -> float:
@@ -295,8 +349,7 @@ class Session:
             if not said:
                 return False
         elif last is not None and last.output is not None:
-            output = last.output
-            self._numbers = Numbers(output.usage, output.timing, output.speculation)
+            self._numbers = Numbers(last.output)
             if last.finish == "length":
                 self._note("cut: max_tokens or the end of the context is reached")
             if self._live:
@@ -499,19 +552,37 @@ def chat(
     SamplingParams(**values)  # type: ignore[arg-type]  # before minutes of loading
 
     live = sys.stdin.isatty() and sys.stdout.isatty()
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s") if debug else _OneLine("%(message)s"))
+    logging.basicConfig(level=logging.ERROR, handlers=[handler])
     if live:
         print(f"loading {config.model} ...", file=sys.stderr, flush=True)
-    from slipstream.llm import LLM
 
-    llm = LLM(config.model, config=config)
-    if llm.tokenizer is None or llm.template is None:
-        lacks = "tokenizer" if llm.tokenizer is None else "chat template"
-        raise RequestError(f"this checkpoint has no {lacks}: use slipstream run --raw, or another")
-    talk = Conversation(llm, llm.tokenizer, llm.template, llm.context)
-    talk.system, talk.values = system, values
-    session = Session(talk, reader(sys.stdin, live), sys.stdout, sys.stderr, live=live)
-    if live:
-        print("/help lists the commands, Ctrl-D leaves", file=sys.stderr, flush=True)
-    session.run()
+    from slipstream.server import local
+    from slipstream.server.text import CheckpointText
+
+    made = local.load(config)
+    try:
+        if made.tokenizer is None or made.template is None:
+            lacks = "tokenizer" if made.tokenizer is None else "chat template"
+            raise RequestError(f"{config.model} has no {lacks}: use slipstream run --raw")
+        voice = Voice(made.serving, CheckpointText(made.tokenizer, made.template))
+        context = made.serving.about().context
+        talk = Conversation(voice, made.tokenizer, made.template, context)
+        talk.system, talk.values = system, values
+        session = Session(talk, reader(sys.stdin, live), sys.stdout, sys.stderr, live=live)
+        if live:
+            print("/help lists the commands, Ctrl-D leaves", file=sys.stderr, flush=True)
+        session.run()
+        voice.close()
+    finally:
+        made.close()
     if session.failed and not live:
         raise typer.Exit(1)
+
+
+class _OneLine(logging.Formatter):
+    """Names an exception without its traceback."""
+
+    def formatException(self, ei: Any) -> str:
+        return f"{ei[0].__name__}: {ei[1]}"
