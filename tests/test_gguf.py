@@ -271,10 +271,9 @@ def test_llama(tmp_path: Path) -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
         "attention_bias": False,
         "mlp_bias": False,
-        "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    assert checkpoint.generation == {"eos_token_id": [2, 3]}
+    assert checkpoint.generation == {}
     assert checkpoint.metadata["general.architecture"] == "llama"
     assert checkpoint.directory == tmp_path
     assert sources.open_checkpoint(tmp_path).names() == checkpoint.names()

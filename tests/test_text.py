@@ -277,6 +277,8 @@ def test_gguf_metadata_gives_the_same_tokenizer() -> None:
     assert begun.encode("a") == tokenizer.encode("a")
     more = Tokenizer.from_gguf(gguf_metadata(eot_token_id=7, eom_token_id=10**9))
     assert more.eos_ids == (*tokenizer.eos_ids, 7)
+    unnamed = Tokenizer.from_gguf(gguf_metadata(eos_token_id=None))
+    assert unnamed.eos_ids == tokenizer.eos_ids  # <|im_end|>, by its name
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_smollm2_if_it_is_in_the_cache() -> None:
     if not path.is_file():
         pytest.skip("smollm2 is not in the cache: 'slipstream run' fetches it")
     tokenizer = Tokenizer.from_gguf(open_gguf(path).metadata)
-    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (49152, (2,))
+    assert (tokenizer.vocab_size, tokenizer.eos_ids) == (49152, (2, 0))  # im_end, endoftext
     template = Template.from_gguf(open_gguf(path).metadata)
     assert template is not None
     text = template.render([{"role": "user", "content": "Hi"}])

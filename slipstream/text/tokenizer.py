@@ -17,6 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 PROBE = "Hello, world! 123 äß 你好 🙂\n\tx = y"  # in NFC, as some tokenizers normalize to it
 
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types of GGUF
 
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -129,6 +131,9 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """The tokenizer inside a GGUF file, from its key-value pairs (byte-level BPE only).
 
+        End tokens are the ones that the file names, then control tokens that are known to end a
+        turn or a text by their names.
+
         Raises:
             TokenizerError: no vocabulary, another kind of tokenizer, an unknown pre-tokenizer, or
                 a failed self-check.
@@ -194,6 +199,8 @@ class Tokenizer:
                 single=[name, "$A"], pair=[name, "$A", name, "$B"], special_tokens=[(name, bos)]
             )
         ends = [known(name) for name in ("eos", "eot", "eom")]
+        # The file names one end token, and chat models have several.
+        ends += [vocab[n] for n in _ENDS if n in vocab and types[vocab[n]] == _CONTROL]
         return cls(backend, [end for end in ends if end is not None], bos)
 
     def encode(self, text: str, *, begin: bool = False) -> list[int]:

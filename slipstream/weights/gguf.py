@@ -51,8 +51,8 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF file of the architectures ``llama`` and ``qwen35``.
 
     Tensors of block formats come as float32, floating point as stored. ``config`` has the keys of
-    a Hugging Face config.json, ``generation`` the end tokens, ``metadata`` all key-value pairs
-    (tokenizer and chat template among them).
+    a Hugging Face config.json, ``metadata`` all key-value pairs. End tokens are the tokenizer's to
+    know (`text.tokenizer.Tokenizer.from_gguf`): the file names only one of them.
 
     Raises:
         CheckpointError: no such file, not GGUF, truncated or contradictory, or an architecture,
@@ -86,21 +86,12 @@ def open_gguf(path: Path) -> Checkpoint:
             )
         read = entry.read if place.undo is None else partial(_undone, place, entry.read)
         entries[place.name] = Entry(place.shape, entry.stored, entry.nbytes, path, read)
-    return Checkpoint(path, family.config, entries, _generation(metadata), metadata)
+    return Checkpoint(path, family.config, entries, metadata=metadata)
 
 
 def _undone(place: Place, read: Callable[[], Tensor]) -> Tensor:
     assert place.undo is not None
     return place.undo(read())
-
-
-def _generation(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    ends: list[int] = []
-    for key in ("eos", "eot", "eom"):
-        token = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(token, int) and token not in ends:
-            ends.append(token)
-    return {"eos_token_id": ends} if ends else {}
 
 
 # --- the container ---------------------------------------------------------------------------
@@ -364,9 +355,6 @@ def _common(keys: _Keys, stored: Mapping[str, Entry]) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     }
-    ends = _generation(keys.metadata).get("eos_token_id")
-    if ends:
-        config["eos_token_id"] = ends[0]
     for key in ("bos", "padding"):
         token = keys.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token, int):
