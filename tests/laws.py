@@ -138,6 +138,7 @@ def one_batch(
         starts=torch.tensor(ends),
         slots=slots,
         row_slots=slots.repeat_interleave(sizes),
+        places=torch.zeros(0, dtype=torch.int64),
         known=torch.tensor(known if known is not None else [1] * n),
         rows=torch.arange(rows),
         split=rows,

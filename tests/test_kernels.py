@@ -11,7 +11,7 @@ from slipstream.kernels import reference
 from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, PagedKV, SpanRows
 
 
-def make_batch(spans: list[tuple[int, int, int, bool, int]], dtype: torch.dtype) -> Batch:
+def make_batch(spans: list[tuple[int, int, int, bool, int]], table: Tensor | None = None) -> Batch:
     """spans: (slot, start, length, chunk, folded), short ones first."""
     rows, row = [], 0
     for slot, start, length, chunk, folded in spans:
@@ -26,6 +26,9 @@ def make_batch(spans: list[tuple[int, int, int, bool, int]], dtype: torch.dtype)
         starts=torch.tensor([0, *lengths.cumsum(0).tolist()]),
         slots=slots,
         row_slots=slots.repeat_interleave(lengths),
+        places=positions
+        if table is None
+        else table[slots.repeat_interleave(lengths), positions // PAGE] * PAGE + positions % PAGE,
         known=lengths,
         rows=torch.arange(row),
         split=sum(s.length for s in rows if not s.chunk),
@@ -72,13 +75,13 @@ def walk(layer: Gdn, prompt: int, total: int, spans: list[int], backend: str) ->
     outs, at, folded = [], 0, 0
     pieces = [min(PAGE * 2, prompt - s) for s in range(0, prompt, PAGE * 2)]
     for n in pieces:
-        outs.append(layer.run(make_batch([(1, at, n, True, folded)], torch.float64), backend))
+        outs.append(layer.run(make_batch([(1, at, n, True, folded)]), backend))
         folded = fold_after(at, n, True)
         at += n
     i = 0
     while at < total:
         n = min(spans[i % len(spans)], total - at)
-        outs.append(layer.run(make_batch([(1, at, n, False, folded)], torch.float64), backend))
+        outs.append(layer.run(make_batch([(1, at, n, False, folded)]), backend))
         folded = fold_after(at, n, False)
         at += n
         i += 1
@@ -111,14 +114,14 @@ def test_gdn_rejected_rows_leave_no_trace(backend: str) -> None:
     """Rows beyond what was accepted are garbage that the next span overwrites."""
     plain, torn = (Gdn(9, torch.float64, torch.float64) for _ in range(2))
     want = walk(plain, 40, 120, [1], backend)
-    outs = [torn.run(make_batch([(1, 0, 40, True, 0)], torch.float64), backend)]
+    outs = [torn.run(make_batch([(1, 0, 40, True, 0)]), backend)]
     at, folded = 40, 32
     generator = torch.Generator().manual_seed(0)
     while at < 120:
         kept = int(torch.randint(1, 17, (), generator=generator))
         true = torn.u[1].clone()
         torn.u[1, at + kept :] = 1e3  # drafts that will be rejected
-        o = torn.run(make_batch([(1, at, 16, False, folded)], torch.float64), backend)
+        o = torn.run(make_batch([(1, at, 16, False, folded)]), backend)
         torn.u[1] = true
         outs.append(o[:kept])
         folded, at = at - at % FOLD, at + kept
@@ -130,10 +133,10 @@ def test_gdn_spans_of_a_crowd_do_not_touch_each_other() -> None:
     prompts = {1: 30, 2: 64, 3: 129}
     for slot, n in prompts.items():
         for layer in (alone, crowd):
-            layer.run(make_batch([(slot, 0, n, True, 0)], torch.float64), "cpu")
+            layer.run(make_batch([(slot, 0, n, True, 0)]), "cpu")
     spans = [(s, n, 16 - s, False, n - n % FOLD) for s, n in prompts.items()]
-    together = crowd.run(make_batch(spans, torch.float64), "cpu")
-    apart = torch.cat([alone.run(make_batch([s], torch.float64), "cpu") for s in spans])
+    together = crowd.run(make_batch(spans), "cpu")
+    apart = torch.cat([alone.run(make_batch([s]), "cpu") for s in spans])
     torch.testing.assert_close(together, apart, rtol=1e-9, atol=1e-11)
 
 
@@ -148,12 +151,13 @@ def test_attend_equals_its_definition(contiguous: bool) -> None:
         table[2] = torch.arange(14, 19)
     lengths = {1: 1, 2: 130, 3: 300}
     for slot, n in lengths.items():
-        batch = make_batch([(slot, 0, n, True, 0)], torch.float64)
+        batch = make_batch([(slot, 0, n, True, 0)], table)
         k, v = torch.randn(2, n, kv_heads, dim, generator=g, dtype=torch.float64)
-        kernels.store_kv(k, v, kv, table, batch)
-    batch = make_batch(
-        [(1, 0, 1, False, 0), (2, 113, 16, False, 0), (3, 128, 172, True, 0)], torch.float64
-    )
+        kernels.store_kv(k, v, kv, batch)
+    batch = make_batch([(1, 0, 1, False, 0), (2, 113, 16, False, 0), (3, 128, 172, True, 0)], table)
+    if contiguous:
+        runs = tuple(s._replace(run=int(table[s.slot, 0])) for s in batch.spans[:2])
+        batch = batch._replace(spans=(*runs, batch.spans[2]))
     q = torch.randn(189, heads, dim, generator=g, dtype=torch.float64)
     fast = kernels.attend(q, kv, table, batch, 0.25)
     with kernels.use(attend="reference"):

@@ -49,7 +49,7 @@ def hidden_states(model: Any, path: Path, tokens: list[int], pieces: list[int]) 
     for n in pieces:
         span = Span(sequence, at, n, 0, chunk=at < prompt)
         assert cache.reserve(sequence.slot, at + n)
-        batch, _ = engine.inputs.fill([span], cache.fold_of, engine.draft)
+        batch, _ = engine.inputs.fill([span], cache, engine.draft)
         with torch.inference_mode():
             rows.append(model.logits(model.forward(batch, cache).last))
         cache.committed(sequence.slot, at, at + n, at < prompt)

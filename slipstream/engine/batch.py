@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,6 +109,17 @@ class Span(NamedTuple):
         return self.start + self.length - self.drafts == len(self.sequence.tokens)
 
 
+class Places(Protocol):
+    """Where the cache keeps what: what a batch says of it."""
+
+    table: Tensor  # [slots, pages per sequence] int64
+    fold_of: list[int]
+
+    def run(self, slot: int, upto: int) -> int:
+        """First of the slot's pages below position `upto` if they are consecutive, or -1."""
+        ...
+
+
 class Inputs:
     """Token tables on the device, and the small integer arrays of each step.
 
@@ -138,7 +149,7 @@ class Inputs:
         self.history[slots[inside], at[inside]] = tokens[wanted][inside]
         self.length[batch.slots] = length + added
 
-    def fill(self, plan: list[Span], folded: list[int], draft: Draft) -> tuple[Batch, Rows]:
+    def fill(self, plan: list[Span], cache: Places, draft: Draft) -> tuple[Batch, Rows]:
         """Turn a plan, short spans first, into the rows of a step."""
         lengths = [s.length for s in plan]
         starts = [0, *accumulate(lengths)]
@@ -168,11 +179,20 @@ class Inputs:
             starts=torch.tensor(starts, **column),
             slots=slot_column,
             row_slots=row_slots,
+            places=cache.table[row_slots, positions // PAGE] * PAGE + positions % PAGE,
             known=length_column - torch.tensor([s.drafts for s in plan], **column),
             rows=torch.tensor(rows, **column),
             split=sum(s.length for s in plan if not s.chunk),
             spans=tuple(
-                SpanRows(slot, s.start, s.length, row, s.chunk, folded[slot])
+                SpanRows(
+                    slot,
+                    s.start,
+                    s.length,
+                    row,
+                    s.chunk,
+                    cache.fold_of[slot],
+                    cache.run(slot, s.start + s.length),
+                )  # fmt: skip
                 for s, slot, row in zip(plan, slots, starts, strict=False)
             ),
         )

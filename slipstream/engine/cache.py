@@ -182,6 +182,12 @@ class Cache:
             held.append(page)
         return True
 
+    def run(self, slot: int, upto: int) -> int:
+        """First of the slot's pages below position `upto` if they are consecutive, or -1."""
+        held = self.held[slot][: -(-upto // PAGE)]
+        first = held[0]
+        return first if held == list(range(first, first + len(held))) else -1
+
     def commit(self, batch: Batch, count: Tensor) -> None:
         """The first `count` [B] positions of each span are real: the one integer of a step."""
         before = self.computed[batch.slots]

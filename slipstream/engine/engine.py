@@ -158,7 +158,7 @@ class Engine:
         self._enter()
         if plan is None:
             return []
-        batch, rows = self.inputs.fill(plan, self.cache.fold_of, self.draft)
+        batch, rows = self.inputs.fill(plan, self.cache, self.draft)
         hidden, logits = self.run_target(batch)
         verdict = self.verify(logits, self.draft, batch, rows, self.inputs.history)
         self.cache.commit(batch, verdict.count)

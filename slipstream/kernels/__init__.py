@@ -65,12 +65,17 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _op("norm")(x, weight, eps)  # type: ignore[no-any-return]
 
 
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    """Rotate the first 2*len(inv_freq) of D dimensions of x [T, H, D] by position.
+def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every rotation of a step, both [T, 1, len(inv_freq)], in fp32."""
+    return _op("angles")(positions, inv_freq)  # type: ignore[no-any-return]
 
-    Pairs (i, i + len(inv_freq)); angles and rotation in fp32 (Su et al. 2021, NeoX pairing).
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2*R of D dimensions of x [T, H, D] by `angles` [T, 1, R].
+
+    Pairs (i, i + R), rotation in fp32 (Su et al. 2021, NeoX pairing).
     """
-    return _op("rope")(x, positions, inv_freq)  # type: ignore[no-any-return]
+    return _op("rope")(x, cos, sin)  # type: ignore[no-any-return]
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -78,9 +83,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _op("silu_mul")(gate_up)  # type: ignore[no-any-return]
 
 
-def store_kv(k: Tensor, v: Tensor, kv: PagedKV, table: Tensor, batch: Batch) -> None:
-    """Write k, v [T, H, D] of the batch's rows to their pages."""
-    _op("store_kv")(k, v, kv, table, batch)
+def store_kv(k: Tensor, v: Tensor, kv: PagedKV, batch: Batch) -> None:
+    """Write k, v [T, H, D] of the batch's rows to their places."""
+    _op("store_kv")(k, v, kv, batch)
 
 
 def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:

@@ -57,7 +57,8 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
     group = q.shape[1] // kv_heads
     for span in batch.spans:
         end = span.start + span.length
-        k, v = (_positions(pages, table[span.slot], end, q.dtype) for pages in (kv.k, kv.v))
+        ids = table[span.slot, : -(-end // PAGE)]
+        k, v = (_positions(pages, ids, span.run, end).to(q.dtype) for pages in (kv.k, kv.v))
         rows = slice(span.row, span.row + span.length)
         # [H, n*group, D]: the query heads of one KV head become rows, so nothing is repeated.
         x = q[rows].unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
@@ -70,13 +71,10 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
     return out
 
 
-def _positions(pages: Tensor, table: Tensor, end: int, dtype: torch.dtype) -> Tensor:
+def _positions(pages: Tensor, ids: Tensor, run: int, end: int) -> Tensor:
     """[H, end, D] of one slot: in place where its pages are consecutive, gathered otherwise."""
-    count = -(-end // PAGE)
-    ids = table[:count].tolist()
-    side_by_side = ids == list(range(ids[0], ids[0] + count))
-    rows = pages[ids[0] : ids[0] + count] if side_by_side else pages[table[:count]]
-    return rows.flatten(0, 1)[:end].to(dtype).transpose(0, 1)
+    rows = pages[ids] if run < 0 else pages[run : run + ids.shape[0]]
+    return rows.flatten(0, 1)[:end].transpose(0, 1)
 
 
 def gdn(

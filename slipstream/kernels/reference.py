@@ -57,10 +57,13 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
-    half = inv_freq.shape[0]
+def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     angle = positions.to(inv_freq.dtype)[:, None, None] * inv_freq
-    cos, sin = angle.cos(), angle.sin()
+    return angle.cos(), angle.sin()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
     a, b, rest = wide(x).split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)
 
@@ -70,11 +73,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def store_kv(k: Tensor, v: Tensor, kv: PagedKV, table: Tensor, batch: Batch) -> None:
-    page = table[batch.row_slots, batch.positions // PAGE]
-    offset = batch.positions % PAGE
-    kv.k[page, offset] = k.to(kv.k.dtype)
-    kv.v[page, offset] = v.to(kv.v.dtype)
+def store_kv(k: Tensor, v: Tensor, kv: PagedKV, batch: Batch) -> None:
+    for pages, rows in ((kv.k, k), (kv.v, v)):
+        pages.flatten(0, 1).index_copy_(0, batch.places, rows.to(pages.dtype))
 
 
 def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:

@@ -25,6 +25,7 @@ class SpanRows(NamedTuple):
     row: int  # index of the first row in the batch
     chunk: bool  # True: prompt positions, computed by the long-span kernels
     folded: int  # position up to which the slot's recurrent state is stored
+    run: int = -1  # first of the slot's pages up to the span's end if they are consecutive
 
 
 class Batch(NamedTuple):
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     starts: Tensor  # [B+1] int64, span b is rows starts[b]:starts[b+1]
     slots: Tensor  # [B] int64, row of every table
     row_slots: Tensor  # [T] int64, the slot of each row
+    places: Tensor  # [T] int64, where each row's keys and values go: page * PAGE + offset
     known: Tensor  # [B] int64, rows of the span that are not drafts
     rows: Tensor  # [R] int64, rows that need logits
     split: int  # rows 0:split belong to short spans, the rest to chunks

@@ -119,6 +119,9 @@ def rope_frequencies(config: dict[str, Any], head_dim: int, wide: torch.dtype) -
     return inverse.to(wide)
 
 
+Rotation = tuple[Tensor, Tensor]  # `kernels.angles` of a step
+
+
 class Mlp:
     """down(silu(gate x) * up x)."""
 
@@ -148,7 +151,6 @@ class Attention:
         kv_heads: int,
         head_dim: int,
         eps: float,
-        inv_freq: Tensor,
         gated: bool = False,
         normed: bool = False,
     ) -> None:
@@ -158,7 +160,7 @@ class Attention:
                 " the first must be a multiple of the second"
             )
         self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, head_dim, eps
-        self.gated, self.inv_freq = gated, inv_freq.to(load.device)
+        self.gated = gated
         self.q_width = heads * head_dim * (2 if gated else 1)
         self.kv_width = kv_heads * head_dim
         self.qkv = load.linear(
@@ -168,7 +170,9 @@ class Attention:
         self.q_norm = load.vector(f"{prefix}.q_norm.weight", (head_dim,), 1.0) if normed else None
         self.k_norm = load.vector(f"{prefix}.k_norm.weight", (head_dim,), 1.0) if normed else None
 
-    def __call__(self, x: Tensor, batch: Batch, cache: CacheView, layer: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, turn: Rotation, batch: Batch, cache: CacheView, layer: int
+    ) -> Tensor:
         q, k, v = self.qkv(x, batch.split).split(
             [self.q_width, self.kv_width, self.kv_width], dim=-1
         )
@@ -180,10 +184,9 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q = kernels.norm(q, self.q_norm, self.eps)
             k = kernels.norm(k, self.k_norm, self.eps)
-        q = kernels.rope(q, batch.positions, self.inv_freq)
-        k = kernels.rope(k, batch.positions, self.inv_freq)
+        q, k = kernels.rope(q, *turn), kernels.rope(k, *turn)
         kv = cache.paged(layer)
-        kernels.store_kv(k, v, kv, cache.table, batch)
+        kernels.store_kv(k, v, kv, batch)
         y = kernels.attend(q, kv, cache.table, batch, self.dim**-0.5)
         if gate is not None:
             y = y * gate.sigmoid()

@@ -31,7 +31,7 @@ class Llama:
                 f"config.json has hidden_act {config['hidden_act']!r}; this family is computed"
                 " with silu only"
             )
-        inv_freq = rope_frequencies(config, head_dim, load.wide)
+        self.inv_freq = rope_frequencies(config, head_dim, load.wide).to(load.device)
         self.head = Head(load)
         self.vocab = self.head.vocab
         self.norms, self.attention, self.mlp = [], [], []
@@ -52,7 +52,6 @@ class Llama:
                     kv_heads=kv_heads,
                     head_dim=head_dim,
                     eps=self.eps,
-                    inv_freq=inv_freq,
                 )
             )
             self.mlp.append(Mlp(load, f"{prefix}.mlp", self.hidden_size, inner))
@@ -65,10 +64,11 @@ class Llama:
 
     def forward(self, batch: Batch, cache: CacheView, taps: tuple[int, ...] = ()) -> Hidden:
         x = self.head.embed(batch.tokens)
+        turn = kernels.angles(batch.positions, self.inv_freq)
         tapped = Taps(taps)
         for i, (attention, mlp) in enumerate(zip(self.attention, self.mlp, strict=True)):
             before, after = self.norms[i]
-            x = x + attention(kernels.norm(x, before, self.eps), batch, cache, i)
+            x = x + attention(kernels.norm(x, before, self.eps), turn, batch, cache, i)
             x = x + mlp(kernels.norm(x, after, self.eps), batch.split)
             tapped.see(i, x)
         return Hidden(kernels.norm(x, self.norm, self.eps), tapped.joined())

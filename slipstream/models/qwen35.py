@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.types import Batch, Hidden
-from slipstream.models.blocks import Attention, Loader, Mlp, rope_frequencies
+from slipstream.models.blocks import Attention, Loader, Mlp, Rotation, rope_frequencies
 from slipstream.models.head import Head, Taps
 from slipstream.models.stores import Paged, PerSlot, Store, gated_delta
 from slipstream.models.view import CacheView
@@ -47,7 +47,9 @@ class GatedDeltaNet:
             self.heads, dk, self.dv, self.channels, taps, state=load.wide, gates=load.wide
         )
 
-    def __call__(self, x: Tensor, batch: Batch, cache: CacheView, layer: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, turn: Rotation, batch: Batch, cache: CacheView, layer: int
+    ) -> Tensor:
         u, z = self.qkv_z(x, batch.split).split([self.channels, self.heads * self.dv], dim=-1)
         a, b = self.a_b(x, batch.split).chunk(2, dim=-1)
         g, beta = kernels.gdn_gates(a, b, self.a_log, self.dt_bias)
@@ -77,7 +79,7 @@ class Qwen35:
                 f" {layers} layers: one of linear_attention or full_attention is needed for each"
             )
         rope = {"partial_rotary_factor": 0.25, **config}
-        inv_freq = rope_frequencies(rope, head_dim, load.wide)
+        self.inv_freq = rope_frequencies(rope, head_dim, load.wide).to(load.device)
         self.head = Head(load)
         self.vocab = self.head.vocab
         self.norms: list[tuple[Tensor, Tensor]] = []
@@ -102,7 +104,6 @@ class Qwen35:
                         kv_heads=kv_heads,
                         head_dim=head_dim,
                         eps=self.eps,
-                        inv_freq=inv_freq,
                         gated=config.get("attn_output_gate", True),
                         normed=True,
                     )
@@ -122,10 +123,11 @@ class Qwen35:
 
     def forward(self, batch: Batch, cache: CacheView, taps: tuple[int, ...] = ()) -> Hidden:
         x = self.head.embed(batch.tokens)
+        turn = kernels.angles(batch.positions, self.inv_freq)
         tapped = Taps(taps)
         for i, (mixer, mlp) in enumerate(zip(self.mixers, self.mlp, strict=True)):
             before, after = self.norms[i]
-            x = x + mixer(kernels.norm(x, before, self.eps), batch, cache, i)
+            x = x + mixer(kernels.norm(x, before, self.eps), turn, batch, cache, i)
             x = x + mlp(kernels.norm(x, after, self.eps), batch.split)
             tapped.see(i, x)
         return Hidden(kernels.norm(x, self.norm, self.eps), tapped.joined())
