@@ -16,7 +16,7 @@ import math
 import mmap
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -510,10 +510,3 @@ def _check_extents(
     if at != size:
         what = "is truncated" if at > size else "is too long"
         raise bad(f"{what}: its tensors take {at} bytes and {size} follow the header")
-
-
-def tensors(checkpoint: Checkpoint, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """All tensors whose names begin with ``prefix``, in name order; each is marked as read."""
-    for name in sorted(checkpoint.names()):
-        if name.startswith(prefix):
-            yield name, checkpoint.tensor(name)
