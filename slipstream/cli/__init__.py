@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import importlib
-from importlib.util import find_spec
 
 import typer
 
-COMMANDS = ("run", "chat", "serve", "plan", "doctor", "version")
+COMMANDS = ("run", "chat", "serve", "bench", "plan", "doctor", "version")
 
 
 def build() -> typer.Typer:
@@ -30,6 +29,5 @@ def build() -> typer.Typer:
         """Run hybrid Gated-DeltaNet language models fast on one card."""
 
     for name in COMMANDS:
-        if find_spec(f"slipstream.cli.{name}") is not None:
-            importlib.import_module(f"slipstream.cli.{name}").register(app)
+        importlib.import_module(f"slipstream.cli.{name}").register(app)
     return app

@@ -149,6 +149,17 @@ class Engine:
         """There are requests that are not finished."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def force(self, drafter: Drafter) -> None:
+        """Use another drafter without stores or taps from now on, and verify all it proposes.
+
+        Raises:
+            ValueError: requests are under way, or the drafter needs memory of its own.
+        """
+        if self.busy or drafter.stores or drafter.taps or drafter.width > self.draft.q_ids.shape[2]:
+            raise ValueError("only an idle engine takes another drafter, and one without stores")
+        self.drafter = drafter
+        self.scheduler.drafting = Drafting(0.0, drafter.names)
+
     # -- the step ---------------------------------------------------------------------------
 
     @torch.inference_mode()

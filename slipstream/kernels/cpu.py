@@ -51,6 +51,11 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return reference.norm(x, weight, eps)
 
 
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
 def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:
     out = torch.empty_like(q)
     kv_heads = kv.k.shape[2]
@@ -60,6 +65,13 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
         ids = table[span.slot, : -(-end // PAGE)]
         k, v = (_positions(pages, ids, span.run, end).to(q.dtype) for pages in (kv.k, kv.v))
         rows = slice(span.row, span.row + span.length)
+        if span.start == 0 and span.length > 1:
+            y = F.scaled_dot_product_attention(
+                q[rows].transpose(0, 1)[None], k[None], v[None],
+                is_causal=True, scale=scale, enable_gqa=group > 1,
+            )[0]  # fmt: skip
+            out[rows] = y.transpose(0, 1)
+            continue
         # [H, n*group, D]: the query heads of one KV head become rows, so nothing is repeated.
         x = q[rows].unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
         mask = None
