@@ -11,29 +11,13 @@ from typing import Any
 
 import pytest
 import tiny
-import tokenizers
 import torch
+from checkpoints import TEMPLATE, write
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.__main__ import main
 from slipstream.cli import doctor
 from slipstream.cli.doctor import Finding, checkpoint, machine
-
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-def write(path: Path, config: dict[str, Any] = tiny.LLAMA) -> Path:
-    """A whole checkpoint: weights, a byte-level tokenizer, a template, an end token."""
-    tiny.write(path, config, vocab_size=300, eos_token_id=256)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
-    backend.save(str(path / "tokenizer.json"))
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    return path
 
 
 def of(findings: list[Finding], check: str) -> Finding:

@@ -10,7 +10,6 @@ import json
 import logging
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,65 +18,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
-from fake import END, START, VOCAB, ByteText, FakeEngine, ServingFacts, answer_of
+from fake import END, START, VOCAB, FakeEngine, ServingFacts, answer_of
+from served import HELLO, Site
 
 import slipstream
 from slipstream.request import Request, SamplingParams
-from slipstream.server import create_app
 from slipstream.server.gate import KeyFileError, read_keys
-
-HELLO = [{"role": "user", "content": "hello"}]
-
-
-# One pool for all plain requests: a new client each time would cost more than the test.
-HTTP = httpx.Client(timeout=20, verify=False, trust_env=False)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _close_http() -> Iterator[None]:
-    yield
-    HTTP.close()
-
-
-class Site:
-    """A server on a loopback port, its engine, and clients of it."""
-
-    def __init__(self, engine: FakeEngine, **options: Any) -> None:
-        self.engine = engine
-        self.text = ByteText()
-        self.app = create_app(engine, self.text, ["fake", "org/other"], **options)
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_config=None, lifespan="off")
-        self.server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self.server.run, daemon=True)
-        self._thread.start()
-        until = time.monotonic() + 10
-        while not self.server.started:
-            assert time.monotonic() < until, "the server does not start"
-            time.sleep(0.005)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=HTTP
-        )
-
-    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return HTTP.post(f"{self.url}{path}", content=content, **options)
-
-    def chat(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/chat/completions", {"messages": HELLO, **fields})
-
-    def complete(self, **fields: Any) -> httpx.Response:
-        return self.post("/v1/completions", {"prompt": "hello", **fields})
-
-    def close(self) -> None:
-        self.server.should_exit = True
-        self._thread.join()
-        self.engine.close()
-
 
 Opener = Callable[..., Site]
 
@@ -454,7 +400,7 @@ def test_models_and_health(site: Site) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("absent")
     assert site.chat(model="org/other").json()["model"] == "org/other"
-    health = HTTP.get(f"{site.url}/health").json()
+    health = site.http.get(f"{site.url}/health").json()
     assert health == {"status": "ok", "model": "fake", "running": 0, "waiting": 0}
 
 
@@ -468,7 +414,7 @@ def test_the_fake_tells_what_an_engine_tells() -> None:
 def test_a_dead_engine_is_not_healthy(open_site: Opener) -> None:
     site = open_site()
     site.engine.dead = True
-    answer = HTTP.get(f"{site.url}/health")
+    answer = site.http.get(f"{site.url}/health")
     assert answer.status_code == 500
     assert "secret" not in answer.text and answer.json()["error"]["code"] == "engine_failure"
     assert site.chat().status_code == 500
@@ -687,14 +633,16 @@ def test_unknown_models(site: Site) -> None:
 
 
 def test_unknown_paths_and_methods(site: Site) -> None:
-    check_error(HTTP.get(f"{site.url}/"), 404, "/v1/chat/completions")
-    check_error(HTTP.get(f"{site.url}/v1/models/"), 404)
+    check_error(site.http.get(f"{site.url}/"), 404, "/v1/chat/completions")
+    check_error(site.http.get(f"{site.url}/v1/models/"), 404)
     check_error(site.post("/v1/embeddings", {}), 404, "/v1/embeddings")
-    answer = HTTP.get(f"{site.url}/v1/chat/completions")
+    answer = site.http.get(f"{site.url}/v1/chat/completions")
     check_error(answer, 405, "GET")
     assert answer.headers["allow"] == "POST"
-    check_error(HTTP.delete(f"{site.url}/v1/models"), 405)
-    preflight = HTTP.options(f"{site.url}/v1/models", headers={"Origin": "http://evil.example"})
+    check_error(site.http.delete(f"{site.url}/v1/models"), 405)
+    preflight = site.http.options(
+        f"{site.url}/v1/models", headers={"Origin": "http://evil.example"}
+    )
     assert "access-control-allow-origin" not in preflight.headers
 
 
@@ -707,7 +655,7 @@ def test_large_bodies(open_site: Opener) -> None:
         for _ in range(30):
             yield b" " * 1000
 
-    answer = HTTP.post(f"{site.url}/v1/completions", content=pieces())  # no content-length
+    answer = site.http.post(f"{site.url}/v1/completions", content=pieces())  # no content-length
     check_error(answer, 413, "30000")
     assert site.engine.submitted == []
     assert alive(site)
@@ -762,9 +710,9 @@ def test_api_keys(open_site: Opener) -> None:
             site.client(key).chat.completions.create(model="fake", messages=HELLO)
         assert caught.value.code == "invalid_api_key"
     check_error(site.chat(), 401)
-    check_error(HTTP.get(f"{site.url}/v1/models"), 401)
-    check_error(HTTP.get(f"{site.url}/absent"), 401)
-    assert HTTP.get(f"{site.url}/health").status_code == 200
+    check_error(site.http.get(f"{site.url}/v1/models"), 401)
+    check_error(site.http.get(f"{site.url}/absent"), 401)
+    assert site.http.get(f"{site.url}/health").status_code == 200
 
 
 def test_key_files(tmp_path: Any) -> None:
@@ -911,7 +859,7 @@ def test_an_ending_server_says_so(open_site: Opener) -> None:
     loop.call_soon_threadsafe(site.app.state.open.close)
     wait_for(lambda: site.app.state.open.closing)
     check_error(site.chat(), 503, "ending")
-    assert HTTP.get(f"{site.url}/health").status_code == 503
+    assert site.http.get(f"{site.url}/health").status_code == 503
     assert next(chunks).choices[0].delta.content  # what is under way goes on
     loop.call_soon_threadsafe(site.app.state.open.abort)
     with pytest.raises(openai.APIError, match="ending"):
