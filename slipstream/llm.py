@@ -214,8 +214,7 @@ class LLM:
         for output in self.engine.step():
             answer = self._answers.get(output.id)
             if answer and not answer.done:
-                answer.feed(output)
-                if answer.done and output.finish is None:
+                if answer.feed(output) and output.finish is None:
                     self.engine.abort(output.id)
 
     def _forget(self, groups: list[list[_Answer]]) -> None:
@@ -247,7 +246,8 @@ class _Answer:
     def done(self) -> bool:
         return self.finish is not None
 
-    def feed(self, output: Output) -> None:
+    def feed(self, output: Output) -> bool:
+        """Take what a step did; whether the answer has ended."""
         self.last = output
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = list(output.prompt_logprobs)
@@ -256,12 +256,13 @@ class _Answer:
             self.sources.append(output.sources[i])
             self.logprobs += output.logprobs[i : i + 1]
             if self.decoder and self._add(self.decoder.feed([token])):
-                return
+                return True
         if output.finish:
             if self.decoder and self._add(self.decoder.finish()):
-                return
+                return True
             self.text += self.stops.finish()
             self.finish, self.reason = output.finish, output.stop_reason
+        return self.done
 
     def _add(self, text: str) -> bool:
         """Append text; whether a stop string ended the answer."""

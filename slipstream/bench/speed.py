@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.config import Config, override
 from slipstream.kernels.types import Batch, Dense, Draft, Hidden, Verdict
 from slipstream.llm import LLM, RequestOutput
+from slipstream.models.stores import Store
 from slipstream.request import SamplingParams
 from slipstream.weights.linear import Linear
 from slipstream.weights.sources import resolve
@@ -71,10 +72,10 @@ class SpeedTable:
 class Replay:
     """Drafts the continuation of a known text."""
 
-    stores: tuple[()] = ()
+    stores: tuple[Store, ...] = ()
     taps: tuple[int, ...] = ()
     width = 1
-    names = ("replay",)
+    names: tuple[str, ...] = ("replay",)
 
     def __init__(self, history: Tensor, length: Tensor, k: int) -> None:
         self.history, self.length, self.max_len = history, length, k
@@ -111,9 +112,7 @@ def measure(
     llm = LLM(config=config)
     short = llm.encode(prompt)
     long = (short * (512 // len(short) + 1))[:512]
-    plain = SamplingParams(
-        temperature=0.0, max_tokens=new_tokens, ignore_eos=True, speculate=False
-    )
+    plain = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, speculate=False)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, speculate=False)
     replay = Replay(llm.engine.inputs.history, llm.engine.inputs.length, llm.engine.limits.drafts)
     theirs = _transformers(llm) if peer else None
@@ -222,7 +221,8 @@ def _transformers(llm: LLM) -> Callable[[list[int], int], None] | None:
     place = {"gguf_file": path.name} if path.is_file() else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent if path.is_file() else path, dtype=torch.float32, **place
-    ).eval()
+    )
+    model.train(False)
     model.generation_config.eos_token_id = None
 
     def run(tokens: list[int], count: int) -> None:

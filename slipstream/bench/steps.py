@@ -19,8 +19,10 @@ from slipstream.bench.machine import copy_bandwidth
 from slipstream.config import Config, override
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs
+from slipstream.engine.cache import page_bytes
 from slipstream.engine.engine import Engine, assemble
-from slipstream.kernels.types import FOLD, Batch, Draft, Hidden, Verdict
+from slipstream.kernels.types import FOLD, PAGE, Batch, Draft, Hidden, Verdict
+from slipstream.models.stores import Store
 from slipstream.request import Request, SamplingParams
 from slipstream.weights.sources import open_checkpoint, resolve
 
@@ -69,10 +71,10 @@ class StepTable:
 class Fixed:
     """Proposes the same number of arbitrary tokens each step; nearly all fall."""
 
-    stores: tuple[()] = ()
+    stores: tuple[Store, ...] = ()
     taps: tuple[int, ...] = ()
     width = 1
-    names = ("fixed",)
+    names: tuple[str, ...] = ("fixed",)
 
     def __init__(self, length: Tensor, k: int, vocab: int) -> None:
         self.length, self.max_len, self.count, self.vocab = length, k, k, vocab
@@ -93,9 +95,7 @@ class Fixed:
         out.score[slots] = 1.0
 
 
-def measure(
-    config: Config, contexts: list[int], rows: list[int], steps: int = 12
-) -> StepTable:
+def measure(config: Config, contexts: list[int], rows: list[int], steps: int = 12) -> StepTable:
     """Time steps of every combination.
 
     Args:
@@ -138,14 +138,10 @@ def measure(
             used = -(-wanted // span)
             start = min(size, context - span * (steps + 4))
             ms = _cell(engine, drafter, start, wanted, used, steps)
-            kv = 2 * sum(
-                s.heads * s.dim * dtype.itemsize for s in model.stores if hasattr(s, "dim")
-            )
-            moved = outline.nbytes + used * start * kv
+            per_token = page_bytes(model.stores, dtype) // PAGE
+            moved = outline.nbytes + used * start * per_token
             floor = moved / bandwidth * 1e3
-            cells.append(
-                StepCost(size, wanted, used, statistics.median(ms), max(ms), moved, floor)
-            )
+            cells.append(StepCost(size, wanted, used, statistics.median(ms), max(ms), moved, floor))
     return StepTable(
         config.model,
         platform.processor() or platform.machine(),
@@ -163,9 +159,7 @@ def _cell(
     drafter.count = rows // sequences - 1
     for i in range(sequences):
         tokens = tuple((j * 31 + i) % (engine.vocab - 2) + 2 for j in range(context))
-        engine.add(
-            Request(str(i), tokens, SamplingParams(temperature=0.0, ignore_eos=True))
-        )
+        engine.add(Request(str(i), tokens, SamplingParams(temperature=0.0, ignore_eos=True)))
         # As if the prompt had been computed, and one token decided.
         sequence = engine.scheduler.waiting.popleft()
         sequence.tokens.append(5)

@@ -154,12 +154,16 @@ class Inputs:
         lengths = [s.length for s in plan]
         starts = [0, *accumulate(lengths)]
         slots = [s.sequence.slot for s in plan]
-        column = {"dtype": torch.int64, "device": self.device}
-        slot_column = torch.tensor(slots, **column)
-        length_column = torch.tensor(lengths, **column)
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        slot_column, length_column = column(slots), column(lengths)
         row_slots = slot_column.repeat_interleave(length_column)
-        offset = torch.tensor([s.start - r for s, r in zip(plan, starts, strict=False)], **column)
-        positions = torch.arange(starts[-1], **column) + offset.repeat_interleave(length_column)
+        offset = column([s.start - r for s, r in zip(plan, starts, strict=False)])
+        positions = torch.arange(starts[-1], device=self.device) + offset.repeat_interleave(
+            length_column
+        )
         ahead = positions - self.length[row_slots]
         tokens = torch.where(
             ahead < 0,
@@ -176,12 +180,12 @@ class Inputs:
         batch = Batch(
             tokens=tokens,
             positions=positions,
-            starts=torch.tensor(starts, **column),
+            starts=column(starts),
             slots=slot_column,
             row_slots=row_slots,
             places=cache.table[row_slots, positions // PAGE] * PAGE + positions % PAGE,
-            known=length_column - torch.tensor([s.drafts for s in plan], **column),
-            rows=torch.tensor(rows, **column),
+            known=length_column - column([s.drafts for s in plan]),
+            rows=column(rows),
             split=sum(s.length for s in plan if not s.chunk),
             spans=tuple(
                 SpanRows(
@@ -197,7 +201,7 @@ class Inputs:
             ),
         )
         return batch, Rows(
-            torch.tensor(logit_starts, **column),
-            torch.tensor(drafted, **column),
+            column(logit_starts),
+            column(drafted),
             max(0, *drafted),
         )

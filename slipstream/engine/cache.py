@@ -29,8 +29,8 @@ def page_bytes(stores: tuple[Store, ...], dtype: torch.dtype) -> int:
 def slot_bytes(stores: tuple[Store, ...], limits: Limits, dtype: torch.dtype) -> int:
     """Bytes of one slot's state and rings over all layers."""
     total = 0
-    for store in stores:
-        for f in store.fields if isinstance(store, PerSlot) else ():
+    for store in (s for s in stores if isinstance(s, PerSlot)):
+        for f in store.fields:
             rows = ring_length(limits, store) if f.ring else 1
             total += torch.Size(f.shape).numel() * rows * (f.dtype or dtype).itemsize
     return total

@@ -137,7 +137,7 @@ def _blocks(
 
     def rows(ring: Tensor, new: Tensor, at: slice, valid: Tensor) -> Tensor:
         old = wide(ring[slots, position[:, at] % ring.shape[1]])
-        mixed = torch.where(_as(fresh[:, at], old), wide(new)[source[:, at]], old)
+        mixed: Tensor = torch.where(_as(fresh[:, at], old), wide(new)[source[:, at]], old)
         return mixed.masked_fill_(~_as(valid[:, at], old), 0)
 
     inside = (position >= folded) & (position < end)
@@ -153,7 +153,8 @@ def _blocks(
     gain = rows(state.beta, beta, new, inside).unflatten(1, (blocks, size)).permute(0, 3, 1, 2)
 
     def split_heads(part: Tensor, count: int) -> Tensor:  # -> [B, H, blocks, size, D]
-        return part.unflatten(2, (count, -1)).unflatten(1, (blocks, size)).permute(0, 3, 1, 2, 4)
+        apart: Tensor = part.unflatten(2, (count, -1)).unflatten(1, (blocks, size))
+        return apart.permute(0, 3, 1, 2, 4)
 
     q, k, v = y.split([key_heads * dk, key_heads * dk, heads * dv], dim=-1)
     q, k = (reference._unit(split_heads(part, key_heads)) for part in (q, k))

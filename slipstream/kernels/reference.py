@@ -24,7 +24,8 @@ def dequantize(w: Packed) -> Tensor:
     codes = codes.reshape(w.codes.shape[0] * fields, -1)  # [K, N]
     groups = codes.unflatten(0, (-1, w.group)).float()
     zeros = 2.0 ** (bits - 1) if w.zeros is None else w.zeros.float()[:, None, :]
-    return ((groups - zeros) * w.scales.float()[:, None, :]).flatten(0, 1).T.contiguous()
+    weight: Tensor = (groups - zeros) * w.scales.float()[:, None, :]
+    return weight.flatten(0, 1).T.contiguous()
 
 
 def wide(x: Tensor) -> Tensor:

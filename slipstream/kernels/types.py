@@ -98,7 +98,7 @@ class Draft(NamedTuple):
     """
 
     tokens: Tensor  # [slots, K] int64
-    count: Tensor  # [slots] int64
+    count: Tensor  # type: ignore[assignment]  # [slots] int64
     q_ids: Tensor  # [slots, K, S] int64
     q_prob: Tensor  # [slots, K, S] fp32; unused entries are 0
     # [slots, K] fp32, estimated chance that the position survives; never a function of its token
@@ -109,7 +109,7 @@ class Draft(NamedTuple):
 class Verdict(NamedTuple):
     """What a step decided, a row per span."""
 
-    count: Tensor  # [B] int64, positions of the span that became real
+    count: Tensor  # type: ignore[assignment]  # [B] int64, positions of the span that became real
     tokens: Tensor  # [B, K+1] int64, newly decided tokens
     added: Tensor  # [B] int64, how many of them; 0 for a chunk that does not end the prompt
 

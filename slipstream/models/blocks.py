@@ -56,7 +56,7 @@ class Loader:
         Raises:
             CheckpointError: it is missing or of another type.
         """
-        value = self.checkpoint.config.get(key)
+        value: Any = self.checkpoint.config.get(key)
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -64,7 +64,7 @@ class Loader:
                 f"config.json of {self.checkpoint.path} has {key} = {value!r} where a"
                 f" {kind.__name__} is needed: take the config that came with these weights"
             )
-        if kind is int and value <= 0:
+        if isinstance(value, int) and value <= 0:
             raise CheckpointError(
                 f"config.json of {self.checkpoint.path} has {key} = {value}: it must be above 0"
             )
