@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -82,6 +82,7 @@ class LLM:
         model: a checkpoint directory, a .gguf file, a built-in name or a hub id; None: the
             config's.
         config: all settings; a default one if None.
+        announce: is given the memory plan before any weight is read.
         settings: settings of the config by name, parts joined by ``__``.
 
     Raises:
@@ -89,7 +90,12 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, config: Config | None = None, **settings: Any
+        self,
+        model: str | None = None,
+        *,
+        config: Config | None = None,
+        announce: Callable[[Plan], None] | None = None,
+        **settings: Any,
     ) -> None:
         changes = {name.replace("__", "."): value for name, value in settings.items()}
         if model is not None:
@@ -102,6 +108,7 @@ class LLM:
             checkpoint,
             ends=end_ids(checkpoint, self.tokenizer),
             vocab=self.tokenizer.vocab_size if self.tokenizer else None,
+            announce=announce,
         )
         self._numbers = count()
         self._answers: dict[str, _Answer] = {}

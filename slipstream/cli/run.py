@@ -87,7 +87,9 @@ def run(
     began = time.perf_counter()
     from slipstream.llm import LLM
 
-    llm = LLM(config.model, config=config)
+    llm = LLM(
+        config=config, announce=lambda plan: print(_dim(plan.line), file=sys.stderr, flush=True)
+    )
     load = time.perf_counter() - began
     asked = _prompt(llm, text, system, raw)
     if as_json:

@@ -61,7 +61,7 @@ def serve(
 
     listening = bind(host, port)
     try:
-        made = local.load(config)
+        made = local.load(config, announce=lambda plan: print(plan, flush=True))
     except BaseException:
         listening.close()
         raise
@@ -70,7 +70,6 @@ def serve(
             raise ConfigError(
                 f"{config.model} has no tokenizer, and clients send text: add its tokenizer.json"
             )
-        print(made.plan, flush=True)
         text = CheckpointText(made.tokenizer, made.template)
         app = create_app(made.serving, text, names, keys=keys)
 

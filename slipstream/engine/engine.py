@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 from secrets import randbits
@@ -285,7 +285,12 @@ def generation_defaults(generation: dict[str, object]) -> SamplingParams:
 
 
 def build(
-    config: Config, checkpoint: Checkpoint, *, ends: Iterable[int] = (), vocab: int | None = None
+    config: Config,
+    checkpoint: Checkpoint,
+    *,
+    ends: Iterable[int] = (),
+    vocab: int | None = None,
+    announce: Callable[[memory.Plan], None] | None = None,
 ) -> Engine:
     """Put an engine together: the only function that reads a whole Config.
 
@@ -293,6 +298,7 @@ def build(
         checkpoint: opened, nothing read yet.
         ends: token ids that end a text.
         vocab: real token ids, where the checkpoint has more rows than its tokenizer has tokens.
+        announce: is given the memory plan before any weight is read.
 
     Raises:
         ConfigError: a setting cannot work. CheckpointError: the checkpoint cannot.
@@ -302,6 +308,8 @@ def build(
         torch.set_num_threads(config.threads)
     outline = models.outline(checkpoint, dtype, device)
     sized = memory.sizes(config, checkpoint, outline.stores, outline.nbytes, outline.context)
+    if announce:
+        announce(sized.plan)
     loaded: list[int] = []
     model = models.build(checkpoint, dtype, device, loaded)
     limits = sized.limits

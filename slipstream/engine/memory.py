@@ -43,6 +43,12 @@ class Plan:
     total: int  # bytes on the device
     host: int  # bytes of host memory that snapshots may take
 
+    @property
+    def line(self) -> str:
+        """The plan in one line."""
+        parts = ", ".join(f"{r.name} {_size(r.bytes)}" for r in self.rows if r.bytes >= 2**20)
+        return f"memory: {_size(self.total)} planned ({parts})"
+
     def __str__(self) -> str:
         lines = [
             f"memory plan for {self.model} ({self.dtype} on {self.device})",

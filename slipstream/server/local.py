@@ -20,12 +20,14 @@ class Loaded(NamedTuple):
     serving: Serving
     tokenizer: Tokenizer | None
     template: Template | None
-    plan: str
     close: Callable[[], None]
 
 
-def load(config: Config) -> Loaded:
+def load(config: Config, announce: Callable[[object], None] | None = None) -> Loaded:
     """Load the model of a config; its steps run in a thread of their own.
+
+    Args:
+        announce: is given the memory plan before any weight is read; ``str`` of it is a table.
 
     Raises:
         ConfigError, CheckpointError, TokenizerError, TemplateError: with the next action.
@@ -33,6 +35,6 @@ def load(config: Config) -> Loaded:
     from slipstream.engine.serving import InferenceThread
     from slipstream.llm import LLM
 
-    llm = LLM(config=config)
+    llm = LLM(config=config, announce=announce)
     thread = InferenceThread(llm.engine)
-    return Loaded(thread, llm.tokenizer, llm.template, str(llm.plan), thread.close)
+    return Loaded(thread, llm.tokenizer, llm.template, thread.close)
