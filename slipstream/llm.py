@@ -220,9 +220,8 @@ class LLM:
     def _step(self) -> None:
         for output in self.engine.step():
             answer = self._answers.get(output.id)
-            if answer and not answer.done:
-                if answer.feed(output) and output.finish is None:
-                    self.engine.abort(output.id)
+            if answer and not answer.done and answer.feed(output) and output.finish is None:
+                self.engine.abort(output.id)  # a stop string ended it
 
     def _forget(self, groups: list[list[_Answer]]) -> None:
         for answer in (a for group in groups for a in group):

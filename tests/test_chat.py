@@ -387,7 +387,7 @@ def load(config):
     def close():
         engine.close()
         print("aborted", len(engine.aborted), file=sys.stderr)
-    return local.Loaded(engine, Text(), Text(), "", close)
+    return local.Loaded(engine, Text(), Text(), close)
 
 local.load = load
 text.CheckpointText = lambda tokenizer, template: ByteText()

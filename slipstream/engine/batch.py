@@ -196,7 +196,7 @@ class Inputs:
                     s.chunk,
                     cache.fold_of[slot],
                     cache.run(slot, s.start + s.length),
-                )  # fmt: skip
+                )
                 for s, slot, row in zip(plan, slots, starts, strict=False)
             ),
         )
