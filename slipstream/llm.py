@@ -218,7 +218,13 @@ class LLM:
         return groups
 
     def _step(self) -> None:
-        for output in self.engine.step():
+        try:
+            outputs = self.engine.step()
+        except BaseException:
+            # Broken off halfway, by Ctrl-C perhaps: nothing under way can be trusted.
+            self.engine.clear()
+            raise
+        for output in outputs:
             answer = self._answers.get(output.id)
             if answer and not answer.done and answer.feed(output) and output.finish is None:
                 self.engine.abort(output.id)  # a stop string ended it

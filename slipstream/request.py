@@ -33,8 +33,8 @@ class SamplingParams:
     temperature: float | None = None
     top_k: int | None = None  # 0 or -1: off
     top_p: float | None = None  # 1.0: off
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0  # over prompt and output (Keskar et al. 2019)
+    min_p: float | None = None  # 0: off
+    repetition_penalty: float | None = None  # over prompt and output (Keskar et al. 2019); 1: off
     presence_penalty: float = 0.0  # over the output, once per distinct token
     frequency_penalty: float = 0.0  # over the output, once per occurrence
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class SamplingParams:
             self.top_p is None or 0 < self.top_p <= 1,
             f"top_p is {self.top_p}: give more than 0, up to 1",
         )
-        need(0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1")
+        need(self.min_p is None or 0 <= self.min_p <= 1, f"min_p is {self.min_p}: give 0 to 1")
         need(
-            0 < self.repetition_penalty <= 100,
+            self.repetition_penalty is None or 0 < self.repetition_penalty <= 100,
             f"repetition_penalty is {self.repetition_penalty}: give more than 0, up to 100 (1 is off)",
         )
         for name in ("presence_penalty", "frequency_penalty"):

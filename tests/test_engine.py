@@ -14,7 +14,7 @@ from slipstream.config import Config, ConfigError, override
 from slipstream.draft.lookup import Lookup
 from slipstream.engine import memory
 from slipstream.engine.cache import Cache
-from slipstream.engine.engine import Engine, generation_defaults
+from slipstream.engine.engine import Engine, generation_defaults, resolve
 from slipstream.engine.serving import InferenceThread
 from slipstream.kernels.types import PAGE
 from slipstream.models.stores import Paged
@@ -254,6 +254,11 @@ def test_defaults_come_from_generation_config() -> None:
     made = generation_defaults({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95})
     assert (made.temperature, made.top_k, made.top_p) == (0.6, 20, 0.95)
     assert generation_defaults({"top_k": "many", "top_p": -1}).top_p == 1.0
+    mild = generation_defaults({"do_sample": True, "min_p": 0.1, "repetition_penalty": 1.1})
+    params = resolve(SamplingParams(), mild)
+    assert (params.min_p, params.repetition_penalty) == (0.1, 1.1)
+    params = resolve(SamplingParams(min_p=0.0, repetition_penalty=1.0), mild)
+    assert (params.min_p, params.repetition_penalty) == (0.0, 1.0)
 
 
 def test_llm_takes_ids_batches_and_several_answers(tmp_path: Path) -> None:
@@ -295,6 +300,30 @@ def test_llm_streams_what_it_generates(tmp_path: Path) -> None:
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.busy
     llm.engine.cache.check()
+
+
+def test_an_interrupted_step_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path, tiny.QWEN, seed=7)
+    llm = LLM(str(path), device="cpu")
+    prompt = [int(t) for t in range(2, 90)]
+    [want] = llm.generate(prompt, SamplingParams(max_tokens=9))
+    llm = LLM(str(path), device="cpu")
+    commit, calls = llm.engine.cache.commit, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        commit(*args)
+
+    llm.engine.cache.commit = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, SamplingParams(max_tokens=9))
+    assert not llm.engine.busy
+    llm.engine.cache.check()
+    [got] = llm.generate(prompt, SamplingParams(max_tokens=9))
+    assert got.completions[0].token_ids == want.completions[0].token_ids
 
 
 def test_the_inference_thread_serves_many_and_outlives_those_who_leave(model: Any) -> None:

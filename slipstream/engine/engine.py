@@ -34,6 +34,7 @@ from slipstream.request import (
 )
 from slipstream.weights.reader import Checkpoint
 
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 _SLICE = 64  # rows of a prompt whose logits are computed together
 
 
@@ -144,6 +145,10 @@ class Engine:
         """Drop a request; its last Output, or None if there is no such request."""
         return self.scheduler.abort(id)
 
+    def clear(self) -> None:
+        """Drop every request after a step that broke off halfway; the engine can go on."""
+        self.scheduler.clear()
+
     @property
     def busy(self) -> bool:
         """There are requests that are not finished."""
@@ -253,7 +258,7 @@ class Engine:
 
 def resolve(params: SamplingParams, defaults: SamplingParams) -> SamplingParams:
     """`params` with what it leaves open taken from `defaults`."""
-    open_fields = ("temperature", "top_k", "top_p")
+    open_fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     missing = {f: getattr(defaults, f) for f in open_fields if getattr(params, f) is None}
     if params.temperature is not None and params.temperature > 0 and defaults.temperature == 0:
         # The checkpoint decodes greedily, so its filters were never meant for sampling.
@@ -274,7 +279,7 @@ def generation_defaults(generation: dict[str, object]) -> SamplingParams:
 
     filters = any(generation.get(k) is not None for k in ("temperature", "top_k", "top_p"))
     if not generation.get("do_sample", filters):
-        return SamplingParams(temperature=0.0, top_k=0, top_p=1.0)
+        return replace(GREEDY, repetition_penalty=number("repetition_penalty", 0, 1.0))
     return SamplingParams(
         temperature=number("temperature", -1, 1.0),
         top_k=int(number("top_k", 0, 0)),
@@ -394,7 +399,7 @@ def assemble(
         scheduler=scheduler,
         ends=ends,
         vocab=vocab,
-        defaults=defaults or SamplingParams(temperature=0.0, top_k=0, top_p=1.0),
+        defaults=defaults or GREEDY,
         plan=sized.plan,
         name=name,
         seed=seed,

@@ -107,12 +107,13 @@ class ParamTable:
         if len(ends) > ENDS:
             raise ValueError(f"{len(ends)} end ids: at most {ENDS} fit")
         self.clear(slot)
-        top_k = max(params.top_k, 0)
+        top_k, min_p = max(params.top_k, 0), params.min_p or 0.0
+        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         self.temperature[slot] = params.temperature
         self.top_k[slot] = top_k
         self.top_p[slot] = params.top_p
-        self.min_p[slot] = params.min_p
-        self.repetition[slot] = params.repetition_penalty
+        self.min_p[slot] = min_p
+        self.repetition[slot] = repetition
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.seed[slot] = (seed + 2**63) % 2**64 - 2**63
@@ -131,14 +132,14 @@ class ParamTable:
         greedy = params.temperature == 0
         self._host[slot] = _Host(
             greedy=greedy,
-            penalty=params.repetition_penalty != 1
+            penalty=repetition != 1
             or params.presence_penalty != 0
             or params.frequency_penalty != 0,
             bias=bool(params.logit_bias),
             min_tokens=params.min_tokens > 0 and bool(ends),
             top_k=0 if greedy else top_k,
             top_p=not greedy and params.top_p < 1,
-            min_p=not greedy and params.min_p > 0,
+            min_p=not greedy and min_p > 0,
             coupled=params.seed is not None,
         )
 

@@ -96,6 +96,15 @@ class Scheduler:
                 return self._finish(sequence, (), (), (), "abort", None)
         return None
 
+    def clear(self) -> None:
+        """Drop every request and keep nothing of it: for when a step broke off halfway.
+
+        The state of a sequence may then be ahead of what the host knows, so no snapshot is taken.
+        """
+        for sequence in list(self.running):
+            self._release(sequence)
+        self.waiting.clear()
+
     # -- planning ---------------------------------------------------------------------------
 
     def plan(self) -> list[Span] | None:

@@ -122,10 +122,7 @@ class InferenceThread:
         self._end_all(None)
 
     def _end_all(self, error: str | None) -> None:
-        """End every open request, and give back what the engine holds for it."""
+        """End every open request, and take back what the engine holds for them."""
+        self._engine.clear()
         for id in list(self._receivers):
-            try:
-                self._engine.abort(id)
-            except Exception:
-                log.exception("request %s could not be given back", id)
             self._deliver(Output(id=id, finish="abort", error=error))
