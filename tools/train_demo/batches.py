@@ -46,7 +46,9 @@ class Maker:
         self.ordinary = min(self.end, size)
         pieces = [self.tokenizer.id_to_token(i) for i in range(self.ordinary)]
         # "Ċ" is how byte-level BPE writes a line end.
-        self.line_end = np.array([p.endswith("Ċ") for p in pieces] + [False] * (size - self.ordinary))
+        self.line_end = np.array(
+            [p.endswith("Ċ") for p in pieces] + [False] * (size - self.ordinary)
+        )
         self.docs = {kind: self.corpus.select(kind, out) for kind in ("docs", "code")}
         lengths = np.diff(self.corpus.bounds)
         # By square root of length: long files would drown the others, short ones would come too often.
@@ -61,10 +63,16 @@ class Maker:
         at = int(np.searchsorted(self.odds[kind], rng.random()))
         return self.corpus.doc(int(self.docs[kind][min(at, len(self.docs[kind]) - 1)]))
 
-    def span(self, rng: np.random.Generator, kind: str, size: int, clean: bool = False) -> np.ndarray:
+    def span(
+        self, rng: np.random.Generator, kind: str, size: int, clean: bool = False
+    ) -> np.ndarray:
         """Up to ``size`` tokens of a document; ``clean`` starts and ends at a line where possible."""
         doc = self.document(rng, kind)
-        start = 0 if len(doc) <= size or rng.random() < 0.4 else int(rng.integers(0, len(doc) - size + 1))
+        start = (
+            0
+            if len(doc) <= size or rng.random() < 0.4
+            else int(rng.integers(0, len(doc) - size + 1))
+        )
         if clean and start:
             ends = np.nonzero(self.line_end[doc[start : start + size // 2]])[0]
             start += int(ends[0]) + 1 if len(ends) else 0
@@ -94,7 +102,10 @@ class Maker:
         parts = [
             (self.encode("<|im_start|>user\n" + before), CHAT),
             (text, first),
-            (self.encode(after + "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"), CHAT),
+            (
+                self.encode(after + "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+                CHAT,
+            ),
             (text, COPIED),
             (self.encode("<|im_end|>\n"), COPIED),
         ]
@@ -116,7 +127,9 @@ class Maker:
             kind = self._kind(rng)
             text = self.span(rng, kind, size, clean=True)
             while len(text) < size - 64 and rng.random() < 0.8:
-                text = np.concatenate([text, self.encode("\n\n"), self.span(rng, kind, size - len(text), clean=True)])
+                text = np.concatenate(
+                    [text, self.encode("\n\n"), self.span(rng, kind, size - len(text), clean=True)]
+                )
             return self._framed(rng, text[:size], PLAIN, room)
         if draw < 0.75:
             text = rng.integers(0, self.ordinary, min(size, 1500)).astype(np.uint16)
@@ -125,7 +138,8 @@ class Maker:
             # Text made of recurring pieces: the place must be kept, not only the last words matched.
             source = self.span(rng, self._kind(rng), 400)
             pieces = [
-                source[s : s + int(rng.integers(3, 30))] for s in rng.integers(0, max(len(source) - 3, 1), rng.integers(3, 20))
+                source[s : s + int(rng.integers(3, 30))]
+                for s in rng.integers(0, max(len(source) - 3, 1), rng.integers(3, 20))
             ]
             order = rng.integers(0, len(pieces), 1 + size // 16)
             text = np.concatenate([pieces[i] for i in order])[:size]
@@ -135,7 +149,9 @@ class Maker:
             text = self.span(rng, self._kind(rng), min(size, 256))
         times = int(min(rng.integers(1, 5), (room - 8) // (len(text) + 1) - 1))
         ids = np.concatenate([text] + [text] * times)
-        return ids, np.concatenate([np.full(len(text), IGNORED, np.uint8), np.full(len(text) * times, COPIED, np.uint8)])
+        return ids, np.concatenate(
+            [np.full(len(text), IGNORED, np.uint8), np.full(len(text) * times, COPIED, np.uint8)]
+        )
 
     def conversation(self, rng: np.random.Generator, only: str | None = None) -> np.ndarray:
         """Token ids of a generated conversation."""
@@ -160,7 +176,9 @@ class Maker:
         for row in range(shape.rows):
             at, size = 0, shape.length + 1
             while at < size:
-                want = min(share, key=lambda k: used[k] / max(share[k], 1e-9) * rng.uniform(0.5, 1.5))
+                want = min(
+                    share, key=lambda k: used[k] / max(share[k], 1e-9) * rng.uniform(0.5, 1.5)
+                )
                 made: tuple[np.ndarray, np.ndarray] | None = None
                 if want == "copy":
                     made = self.copy(rng, size - at)
@@ -169,7 +187,9 @@ class Maker:
                     made = (talk, np.full(len(talk), CHAT, np.uint8))
                 if made is None or len(made[0]) > size - at:
                     want = "plain"
-                    text = self.span(rng, self._kind(rng), int(rng.integers(200, 6000)))[: size - at]
+                    text = self.span(rng, self._kind(rng), int(rng.integers(200, 6000)))[
+                        : size - at
+                    ]
                     made = (text, np.full(len(text), PLAIN, np.uint8))
                 part, label = made
                 ids[row, at : at + len(part)] = part

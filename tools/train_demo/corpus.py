@@ -16,7 +16,16 @@ from typing import Any
 
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from tools.train_demo.fetch import read_documents
 
@@ -27,7 +36,14 @@ SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
-CONTROL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+CONTROL = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 VOCAB = 8192
 HELD_OUT_PERCENT = 2
 KINDS = ("docs", "code")
@@ -67,7 +83,9 @@ def train_tokenizer(texts: Iterator[str], vocab: int = VOCAB) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in CONTROL])
     if tokenizer.get_vocab_size() != vocab:
-        raise ValueError(f"vocabulary of {tokenizer.get_vocab_size()}, not {vocab}: too little text")
+        raise ValueError(
+            f"vocabulary of {tokenizer.get_vocab_size()}, not {vocab}: too little text"
+        )
     return tokenizer
 
 
@@ -140,7 +158,11 @@ def tokenize(work: Path) -> None:
         batch.clear()
 
     for doc in read_documents(work):
-        if doc["kind"] == "code" and not held_out(doc) and _bucket(doc, b"share") >= CODE_SHARE_PERCENT:
+        if (
+            doc["kind"] == "code"
+            and not held_out(doc)
+            and _bucket(doc, b"share") >= CODE_SHARE_PERCENT
+        ):
             continue
         batch.append(doc)
         if len(batch) == 256:
@@ -159,7 +181,9 @@ def tokenize(work: Path) -> None:
             np.concatenate(ids).tobytes(),
         ]
     )
-    filters = [{"id": lzma.FILTER_LZMA2, "preset": 4, "dict_size": 1 << 27, "lp": 1, "lc": 2, "pb": 1}]
+    filters = [
+        {"id": lzma.FILTER_LZMA2, "preset": 4, "dict_size": 1 << 27, "lp": 1, "lc": 2, "pb": 1}
+    ]
     (work / "corpus.xz").write_bytes(lzma.compress(raw, filters=filters))
 
 

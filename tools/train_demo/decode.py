@@ -24,7 +24,9 @@ from tools.train_demo.model import (
 )
 
 
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor) -> Tensor:
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, pos: Tensor
+) -> Tensor:
     """Writes k, v ``[B, Hkv, D]`` at ``pos [B]`` and attends to all up to it; caches ``[B, Hkv, T, D]``.
 
     Returns ``[B, Hq * D]``. What lies beyond ``pos`` is never seen.
@@ -55,15 +57,26 @@ class Decoder:
     ) -> None:
         device = weights["lm_head.weight"].device
         self.cfg, self.dtype, self.taps = cfg, dtype, taps
-        self.weights = {n: w if n.endswith(("A_log", "dt_bias")) else w.to(dtype) for n, w in weights.items()}
-        self.layers = [layer_of(self.weights, f"model.layers.{i}.") for i in range(cfg.num_hidden_layers)]
+        self.weights = {
+            n: w if n.endswith(("A_log", "dt_bias")) else w.to(dtype) for n, w in weights.items()
+        }
+        self.layers = [
+            layer_of(self.weights, f"model.layers.{i}.") for i in range(cfg.num_hidden_layers)
+        ]
         linear = sum(not cfg.is_full(i) for i in range(cfg.num_hidden_layers))
         full = cfg.num_hidden_layers - linear
         conv = 2 * cfg.key_dim + cfg.value_dim
         self.state = torch.zeros(
-            batch, linear, cfg.linear_num_value_heads, cfg.linear_key_head_dim, cfg.linear_value_head_dim, device=device
+            batch,
+            linear,
+            cfg.linear_num_value_heads,
+            cfg.linear_key_head_dim,
+            cfg.linear_value_head_dim,
+            device=device,
         )
-        self.history = torch.zeros(batch, linear, cfg.linear_conv_kernel_dim - 1, conv, device=device, dtype=dtype)
+        self.history = torch.zeros(
+            batch, linear, cfg.linear_conv_kernel_dim - 1, conv, device=device, dtype=dtype
+        )
         shape = (full, batch, cfg.num_key_value_heads, context, cfg.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -147,7 +160,9 @@ class Decoder:
         return self.out
 
 
-def sample(logits: Tensor, temperature: float | Tensor, generator: torch.Generator | None = None) -> Tensor:
+def sample(
+    logits: Tensor, temperature: float | Tensor, generator: torch.Generator | None = None
+) -> Tensor:
     """One id per row of ``logits [B, vocab]``; temperature 0 (also per row) is the argmax."""
     if isinstance(temperature, float):
         temperature = torch.full(logits.shape[:1], temperature, device=logits.device)

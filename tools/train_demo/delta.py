@@ -73,7 +73,15 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: flo
 
 
 def _block_gradients(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, do: Tensor, dh: Tensor, dv: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    h: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    dv: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the block outputs; g is the block-local running sum in log2 units.
 

@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.train_demo.model import Config, Weights, attention_shapes, layer_of, rms, rope, zrms
+from tools.train_demo.model import (
+    Config,
+    Record,
+    Weights,
+    attention_shapes,
+    layer_of,
+    note,
+    rms,
+    rope,
+    zrms,
+)
 
 
 def mtp_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
@@ -24,11 +34,15 @@ def mtp_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def mtp_fuse(embedding: Tensor, hidden: Tensor, w: Weights, eps: float) -> Tensor:
+def mtp_fuse(
+    embedding: Tensor, hidden: Tensor, w: Weights, eps: float, record: Record = None
+) -> Tensor:
     """``fc([norm(embedding), norm(hidden)])`` for rows ``[N, hidden]``: the embedding comes first."""
     e = zrms(embedding, w["mtp.pre_fc_norm_embedding.weight"], eps)
     p = zrms(hidden, w["mtp.pre_fc_norm_hidden.weight"], eps)
-    return torch.cat([e, p], -1) @ w["mtp.fc.weight"].to(hidden.dtype).T
+    both = torch.cat([e, p], -1)
+    note(record, both, "mtp.fc")
+    return both @ w["mtp.fc.weight"].to(hidden.dtype).T
 
 
 def chain_mask(length: int, depth: int, device: torch.device) -> Tensor:
@@ -107,7 +121,11 @@ class DraftConfig:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> DraftConfig:
         """Reads a ``config.json`` written by `to_hf`."""
-        flat = {**config, **config["dflash_config"], "rope_theta": config["rope_parameters"]["rope_theta"]}
+        flat = {
+            **config,
+            **config["dflash_config"],
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+        }
         flat["target_layer_ids"] = tuple(flat["target_layer_ids"])
         return cls(**{name: flat[name] for name in cls.__dataclass_fields__})
 
@@ -117,7 +135,10 @@ def draft_shapes(cfg: DraftConfig) -> dict[str, tuple[int, ...]]:
     h, m, d, taps = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim, cfg.conv_kernel_size
     q, kv = cfg.num_attention_heads * d, cfg.num_key_value_heads * d
     coefficients = 2 * taps * (h // cfg.conv_group_size)
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, h * len(cfg.target_layer_ids)), "hidden_norm.weight": (h,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, h * len(cfg.target_layer_ids)),
+        "hidden_norm.weight": (h,),
+    }
     for n in range(cfg.num_hidden_layers):
         p = f"layers.{n}."
         shapes |= {
@@ -165,17 +186,25 @@ def init_draft(cfg: DraftConfig, generator: torch.Generator) -> Weights:
     return weights
 
 
-def context(taps: Tensor, w: Weights, eps: float) -> Tensor:
+def context(taps: Tensor, w: Weights, eps: float, record: Record = None) -> Tensor:
     """``rms(fc(taps))`` for ``taps [N, n * hidden]``: what every layer's context keys are made of."""
+    note(record, taps, "fc")
     return rms(taps @ w["fc.weight"].to(taps.dtype).T, w["hidden_norm.weight"], eps)
 
 
 def context_kv(
-    c: Tensor, w: Weights, layer: int, cos: Tensor, sin: Tensor, cfg: DraftConfig
+    c: Tensor,
+    w: Weights,
+    layer: int,
+    cos: Tensor,
+    sin: Tensor,
+    cfg: DraftConfig,
+    record: Record = None,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values ``[N, Hkv, D]`` of committed positions for one layer, from `context` rows."""
     p = f"layers.{layer}.self_attn."
     rows = c.shape[0]
+    note(record, c, p + "k_proj", p + "v_proj")
     k = (c @ w[p + "k_proj.weight"].to(c.dtype).T).view(rows, -1, cfg.head_dim)
     v = (c @ w[p + "v_proj.weight"].to(c.dtype).T).view(rows, -1, cfg.head_dim)
     return rope(rms(k, w[p + "k_norm.weight"], cfg.rms_norm_eps), cos, sin), v
@@ -196,7 +225,13 @@ def _conv(n: Tensor, coefficients: Tensor, base: Tensor, first: Tensor, group: i
 
 
 def block_qkv(
-    x: Tensor, w: Weights, cos: Tensor, sin: Tensor, first: Tensor, cfg: DraftConfig
+    x: Tensor,
+    w: Weights,
+    cos: Tensor,
+    sin: Tensor,
+    first: Tensor,
+    cfg: DraftConfig,
+    record: Record = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q ``[R, Hq, D]``, k, v ``[R, Hkv, D]`` of block rows and the output side's conv coefficients."""
     rows, taps = x.shape[0], cfg.conv_kernel_size
@@ -204,6 +239,7 @@ def block_qkv(
     kappa = (n @ w["attention_conv.kernel_projection.weight"].to(x.dtype).T).view(rows, 2, taps, -1)
     n = _conv(n, kappa[:, 0], w["attention_conv.base_kernel"][0], first, cfg.conv_group_size)
     p = "self_attn."
+    note(record, n, p + "q_proj", p + "k_proj", p + "v_proj")
     q = (n @ w[p + "q_proj.weight"].to(x.dtype).T).view(rows, -1, cfg.head_dim)
     k = (n @ w[p + "k_proj.weight"].to(x.dtype).T).view(rows, -1, cfg.head_dim)
     v = (n @ w[p + "v_proj.weight"].to(x.dtype).T).view(rows, -1, cfg.head_dim)
@@ -212,16 +248,31 @@ def block_qkv(
     return q, k, v, kappa[:, 1]
 
 
-def block_rest(x: Tensor, o: Tensor, kappa: Tensor, w: Weights, first: Tensor, cfg: DraftConfig) -> Tensor:
+def block_rest(
+    x: Tensor,
+    o: Tensor,
+    kappa: Tensor,
+    w: Weights,
+    first: Tensor,
+    cfg: DraftConfig,
+    record: Record = None,
+) -> Tensor:
     """Output projection and MLP of a drafter layer, each between its convolutions; o ``[R, Hq * D]``."""
     rows, taps, group = x.shape[0], cfg.conv_kernel_size, cfg.conv_group_size
+    note(record, o, "self_attn.o_proj")
     y = o @ w["self_attn.o_proj.weight"].to(x.dtype).T
     x = x + _conv(y, kappa, w["attention_conv.base_kernel"][1], first, group)
     n = rms(x, w["post_attention_layernorm.weight"], cfg.rms_norm_eps)
     kappa = (n @ w["mlp_conv.kernel_projection.weight"].to(x.dtype).T).view(rows, 2, taps, -1)
     n = _conv(n, kappa[:, 0], w["mlp_conv.base_kernel"][0], first, group)
-    gate, up = n @ w["mlp.gate_proj.weight"].to(x.dtype).T, n @ w["mlp.up_proj.weight"].to(x.dtype).T
-    y = (F.silu(gate) * up) @ w["mlp.down_proj.weight"].to(x.dtype).T
+    note(record, n, "mlp.gate_proj", "mlp.up_proj")
+    gate, up = (
+        n @ w["mlp.gate_proj.weight"].to(x.dtype).T,
+        n @ w["mlp.up_proj.weight"].to(x.dtype).T,
+    )
+    inner = F.silu(gate) * up
+    note(record, inner, "mlp.down_proj")
+    y = inner @ w["mlp.down_proj.weight"].to(x.dtype).T
     return x + _conv(y, kappa[:, 1], w["mlp_conv.base_kernel"][1], first, group)
 
 
@@ -244,6 +295,7 @@ class Drafter:
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
+        record: Record = None,
     ) -> Tensor:
         """Final hidden of block rows: x ``[B, R, hidden]`` (R = blocks x block size) to the same shape.
 
@@ -256,11 +308,20 @@ class Drafter:
         group = self.cfg.num_attention_heads // self.cfg.num_key_value_heads
         for n, (ck, cv) in enumerate(keys):
             layer = layer_of(w, f"layers.{n}.")
-            q, k, v, kappa = self.qkv(y, layer, cos, sin, first, self.cfg)
+            told = (
+                None
+                if record is None
+                else lambda name, rows, n=n: record(f"layers.{n}.{name}", rows)
+            )
+            q, k, v, kappa = self.qkv(y, layer, cos, sin, first, self.cfg, told)
             q, k, v = (t.unflatten(0, (batch, rows)) for t in (q, k, v))
-            k, v = (torch.cat(t, 1).transpose(1, 2).repeat_interleave(group, 1) for t in ((ck, k), (cv, v)))
+            k, v = (
+                torch.cat(t, 1).transpose(1, 2).repeat_interleave(group, 1)
+                for t in ((ck, k), (cv, v))
+            )
             o = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask)
-            y = self.rest(y, o.transpose(1, 2).reshape(batch * rows, -1), kappa, layer, first, self.cfg)
+            o = o.transpose(1, 2).reshape(batch * rows, -1)
+            y = self.rest(y, o, kappa, layer, first, self.cfg, told)
         return rms(y, w["norm.weight"], self.cfg.rms_norm_eps).view(batch, rows, -1)
 
 

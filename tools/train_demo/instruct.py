@@ -28,15 +28,30 @@ def _assistant(text: str, **more: Any) -> dict[str, Any]:
 
 
 REPEAT = (
-    "Repeat this text exactly:", "Repeat the following text:", "Copy this text word for word:",
-    "Copy the text below exactly.", "Write out the following text again, unchanged:",
-    "Please repeat this:", "Repeat this text.", "Echo this back to me:", "Say this again, exactly as it is:",
-    "Return the following text unchanged.", "Reproduce this text verbatim:", "Type this out again:",
-    "Repeat after me:", "Copy:", "Give me back this exact text:", "Repeat the text below without changes:",
+    "Repeat this text exactly:",
+    "Repeat the following text:",
+    "Copy this text word for word:",
+    "Copy the text below exactly.",
+    "Write out the following text again, unchanged:",
+    "Please repeat this:",
+    "Repeat this text.",
+    "Echo this back to me:",
+    "Say this again, exactly as it is:",
+    "Return the following text unchanged.",
+    "Reproduce this text verbatim:",
+    "Type this out again:",
+    "Repeat after me:",
+    "Copy:",
+    "Give me back this exact text:",
+    "Repeat the text below without changes:",
 )
 REPEAT_AFTER = (
-    "Repeat the text above.", "Repeat this text exactly.", "Copy the text above word for word.",
-    "Now write that text again, unchanged.", "Please repeat it exactly.", "Repeat it.",
+    "Repeat the text above.",
+    "Repeat this text exactly.",
+    "Copy the text above word for word.",
+    "Now write that text again, unchanged.",
+    "Please repeat it exactly.",
+    "Repeat it.",
 )
 
 
@@ -49,34 +64,136 @@ def random_line(rng: random.Random) -> str:
         parts = (8, 4, 4, 4, 12)
         return "-".join("".join(rng.choices("0123456789abcdef", k=n)) for n in parts)
     if kind == 2:
-        return " ".join(str(rng.randint(0, 10 ** rng.randint(1, 6))) for _ in range(rng.randint(1, 12)))
+        return " ".join(
+            str(rng.randint(0, 10 ** rng.randint(1, 6))) for _ in range(rng.randint(1, 12))
+        )
     if kind == 3:
-        return "/" + "/".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(4))
+        return "/" + "/".join(
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 9))) for _ in range(4)
+        )
     if kind == 4:
-        return "".join(rng.choices(string.ascii_letters + string.digits + "_-.", k=rng.randint(6, 40)))
+        return "".join(
+            rng.choices(string.ascii_letters + string.digits + "_-.", k=rng.randint(6, 40))
+        )
     if kind == 5:
-        return " ".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(8))
+        return " ".join(
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 9))) for _ in range(8)
+        )
     return f"{rng.choice(NAMES)}_{rng.randint(0, 999)} = {rng.uniform(-100, 100):.{rng.randint(1, 6)}f}"
 
 
 NAMES = (
-    "alpha", "beta", "cache", "client", "cursor", "engine", "filter", "gateway", "handler", "index", "journal",
-    "kernel", "loader", "manager", "node", "output", "parser", "queue", "router", "server", "table", "upload",
-    "vector", "worker", "buffer", "socket", "thread", "session", "scheduler", "storage", "backup", "monitor",
+    "alpha",
+    "beta",
+    "cache",
+    "client",
+    "cursor",
+    "engine",
+    "filter",
+    "gateway",
+    "handler",
+    "index",
+    "journal",
+    "kernel",
+    "loader",
+    "manager",
+    "node",
+    "output",
+    "parser",
+    "queue",
+    "router",
+    "server",
+    "table",
+    "upload",
+    "vector",
+    "worker",
+    "buffer",
+    "socket",
+    "thread",
+    "session",
+    "scheduler",
+    "storage",
+    "backup",
+    "monitor",
 )
 PEOPLE = (
-    "Ada", "Ben", "Chen", "Dara", "Elif", "Femi", "Gita", "Hugo", "Ines", "Jonas", "Kira", "Liam", "Mina", "Noor",
-    "Omar", "Pia", "Quinn", "Rosa", "Sami", "Tara", "Uma", "Vera", "Wim", "Yara", "Zoe", "Anna", "Luca", "Maya",
+    "Ada",
+    "Ben",
+    "Chen",
+    "Dara",
+    "Elif",
+    "Femi",
+    "Gita",
+    "Hugo",
+    "Ines",
+    "Jonas",
+    "Kira",
+    "Liam",
+    "Mina",
+    "Noor",
+    "Omar",
+    "Pia",
+    "Quinn",
+    "Rosa",
+    "Sami",
+    "Tara",
+    "Uma",
+    "Vera",
+    "Wim",
+    "Yara",
+    "Zoe",
+    "Anna",
+    "Luca",
+    "Maya",
 )
 PLACES = (
-    "Lisbon", "Oslo", "Nairobi", "Kyoto", "Lima", "Quito", "Riga", "Porto", "Delhi", "Cairo", "Turin", "Accra",
-    "Graz", "Bergen", "Hanoi", "Sofia", "Malmo", "Leeds", "Basel", "Dakar", "Paris", "Berlin", "Madrid", "Rome",
+    "Lisbon",
+    "Oslo",
+    "Nairobi",
+    "Kyoto",
+    "Lima",
+    "Quito",
+    "Riga",
+    "Porto",
+    "Delhi",
+    "Cairo",
+    "Turin",
+    "Accra",
+    "Graz",
+    "Bergen",
+    "Hanoi",
+    "Sofia",
+    "Malmo",
+    "Leeds",
+    "Basel",
+    "Dakar",
+    "Paris",
+    "Berlin",
+    "Madrid",
+    "Rome",
 )
 COMMANDS = (
-    "git clone {u}", "git checkout -b {n}", "pip install {n}", "python -m {n} --port {d}", "docker run {n}",
-    "cd {n}", "make {n}", "npm install {n}", "cargo build --release", "kubectl get pods", "systemctl restart {n}",
-    "mkdir -p /opt/{n}", "cp {n}.conf /etc/{n}/", "tar xzf {n}-{d}.tar.gz", "curl -O {u}", "psql -d {n}",
-    "pytest tests/test_{n}.py", "rm -rf build/{n}", "ls -l /var/log/{n}", "export PORT={d}", "chmod +x {n}.sh",
+    "git clone {u}",
+    "git checkout -b {n}",
+    "pip install {n}",
+    "python -m {n} --port {d}",
+    "docker run {n}",
+    "cd {n}",
+    "make {n}",
+    "npm install {n}",
+    "cargo build --release",
+    "kubectl get pods",
+    "systemctl restart {n}",
+    "mkdir -p /opt/{n}",
+    "cp {n}.conf /etc/{n}/",
+    "tar xzf {n}-{d}.tar.gz",
+    "curl -O {u}",
+    "psql -d {n}",
+    "pytest tests/test_{n}.py",
+    "rm -rf build/{n}",
+    "ls -l /var/log/{n}",
+    "export PORT={d}",
+    "chmod +x {n}.sh",
 )
 
 
@@ -128,11 +245,19 @@ def repeat(rng: random.Random, draw: Draw) -> Messages | None:
     text = text.strip()
     if rng.random() < 0.15:
         return [
-            _user(_intro(rng, REPEAT, text)), _assistant(text),
-            _user(rng.choice(("Again.", "Once more, please.", "Repeat it again."))), _assistant(text),
+            _user(_intro(rng, REPEAT, text)),
+            _assistant(text),
+            _user(rng.choice(("Again.", "Once more, please.", "Repeat it again."))),
+            _assistant(text),
         ]
-    return [_user(f"{rng.choice(REPEAT)}\n\n{text}" if rng.random() < 0.7 else f"{text}\n\n{rng.choice(REPEAT_AFTER)}"),
-            _assistant(text)]
+    return [
+        _user(
+            f"{rng.choice(REPEAT)}\n\n{text}"
+            if rng.random() < 0.7
+            else f"{text}\n\n{rng.choice(REPEAT_AFTER)}"
+        ),
+        _assistant(text),
+    ]
 
 
 def list_commands(rng: random.Random, draw: Draw) -> Messages | None:
@@ -140,9 +265,15 @@ def list_commands(rng: random.Random, draw: Draw) -> Messages | None:
     count = rng.randint(1, 7)
     commands = list(dict.fromkeys(_command(rng) for _ in range(count)))
     steps = (
-        "First run `{}`.", "Then run `{}`.", "After that, use `{}` to continue.", "Next, type `{}`.",
-        "When this is done, call `{}`.", "Now run `{}` in the same directory.", "Finally, run `{}`.",
-        "If it fails, try `{}` instead.", "You may also need `{}`.",
+        "First run `{}`.",
+        "Then run `{}`.",
+        "After that, use `{}` to continue.",
+        "Next, type `{}`.",
+        "When this is done, call `{}`.",
+        "Now run `{}` in the same directory.",
+        "Finally, run `{}`.",
+        "If it fails, try `{}` instead.",
+        "You may also need `{}`.",
     )
     filler = paragraphs(draw("docs"))[:12]
     parts: list[str] = []
@@ -152,8 +283,14 @@ def list_commands(rng: random.Random, draw: Draw) -> Messages | None:
             parts.append(filler.pop(rng.randrange(len(filler))).replace("`", ""))
         parts.append(f"```\n{command}\n```" if fenced else rng.choice(steps).format(command))
     text = "\n\n".join(parts)
-    ask = ("List the commands in this text.", "List the commands in it.", "Which commands does this text contain?",
-           "List all commands from the text below:", "What commands are used here?", "Extract the commands:")
+    ask = (
+        "List the commands in this text.",
+        "List the commands in it.",
+        "Which commands does this text contain?",
+        "List all commands from the text below:",
+        "What commands are used here?",
+        "Extract the commands:",
+    )
     return [_user(_intro(rng, ask, text)), _assistant("\n".join(f"- `{c}`" for c in commands))]
 
 
@@ -177,20 +314,30 @@ def shorten(rng: random.Random, draw: Draw) -> Messages | None:
     code = f"```python\n{block}\n```"
     place = rng.randint(0, len(chosen))
     short = [re.split(r"(?<=[.:]) ", p)[0] for p in chosen]
-    ask = ("Shorten this text but keep the code.", "Shorten this but keep the code:", "Make this shorter. Keep the code.",
-           "Summarize this text and leave the code as it is.", "Shorten the text below; the code must stay unchanged.")
-    text = "\n\n".join(chosen[:place] + [code] + chosen[place:])
-    return [_user(_intro(rng, ask, text)), _assistant("\n\n".join(short[:place] + [code] + short[place:]))]
+    ask = (
+        "Shorten this text but keep the code.",
+        "Shorten this but keep the code:",
+        "Make this shorter. Keep the code.",
+        "Summarize this text and leave the code as it is.",
+        "Shorten the text below; the code must stay unchanged.",
+    )
+    text = "\n\n".join([*chosen[:place], code, *chosen[place:]])
+    return [
+        _user(_intro(rng, ask, text)),
+        _assistant("\n\n".join([*short[:place], code, *short[place:]])),
+    ]
 
 
 def quote(rng: random.Random, draw: Draw) -> Messages | None:
     """Quote the passage about a topic."""
-    sections = [(h, p[0]) for h, b in _sections(draw("docs")) if (p := paragraphs(b)) and len(h) < 60]
+    sections = [
+        (h, p[0]) for h, b in _sections(draw("docs")) if (p := paragraphs(b)) and len(h) < 60
+    ]
     if len(sections) < 2:
         found = paragraphs(draw("docs"))
         sections = []
         for p in found:
-            rare = [w for w in re.findall(r"`([\w.\-]{3,30})`|\b([a-z]+_[a-z_]+)\b", p)]
+            rare = list(re.findall(r"`([\w.\-]{3,30})`|\b([a-z]+_[a-z_]+)\b", p))
             topic = next((a or b for a, b in rare), None)
             if topic and sum(topic in q for q in found) == 1:
                 sections.append((topic, p))
@@ -204,8 +351,12 @@ def quote(rng: random.Random, draw: Draw) -> Messages | None:
     if not with_heads and not any(topic.lower() in p.lower() for _, p in sections):
         with_heads = True
     text = "\n\n".join(f"## {h}\n\n{p}" if with_heads else p for h, p in sections)
-    ask = (f"Quote the passage about {topic}.", f"Quote the paragraph about {topic}.",
-           f"What does the text say about {topic}? Quote it.", f"Find the passage about {topic} and quote it.")
+    ask = (
+        f"Quote the passage about {topic}.",
+        f"Quote the paragraph about {topic}.",
+        f"What does the text say about {topic}? Quote it.",
+        f"Find the passage about {topic} and quote it.",
+    )
     return [_user(_intro(rng, ask, text)), _assistant(f"> {passage}")]
 
 
@@ -232,8 +383,13 @@ def fix_typo(rng: random.Random, draw: Draw) -> Messages | None:
     wrong = list(words)
     for i in rng.sample(places, rng.randint(1, 2)):
         wrong[i] = _typo(rng, words[i])
-    ask = ("Fix the typo:", "Fix the typos in this text.", "Correct the spelling:", "Correct the typo in this sentence:",
-           "There is a typo in this text. Fix it.")
+    ask = (
+        "Fix the typo:",
+        "Fix the typos in this text.",
+        "Correct the spelling:",
+        "Correct the typo in this sentence:",
+        "There is a typo in this text. Fix it.",
+    )
     return [_user(_intro(rng, ask, " ".join(wrong))), _assistant(text)]
 
 
@@ -242,24 +398,43 @@ FIELDS: dict[str, tuple[str, Callable[[random.Random], Any]]] = {
     "city": ("The city is {}.", lambda r: r.choice(PLACES)),
     "port": ("It listens on port {}.", lambda r: r.randint(80, 65535)),
     "host": ("The host is {}.", lambda r: f"{r.choice(NAMES)}.example.org"),
-    "version": ("The version is {}.", lambda r: f"{r.randint(0, 9)}.{r.randint(0, 30)}.{r.randint(0, 9)}"),
+    "version": (
+        "The version is {}.",
+        lambda r: f"{r.randint(0, 9)}.{r.randint(0, 30)}.{r.randint(0, 9)}",
+    ),
     "workers": ("It starts {} workers.", lambda r: r.randint(1, 64)),
     "timeout": ("The timeout is {} seconds.", lambda r: r.randint(1, 600)),
     "path": ("Its files are in {}.", lambda r: f"/srv/{r.choice(NAMES)}/{r.choice(NAMES)}"),
     "owner": ("The owner is {}.", lambda r: r.choice(PEOPLE)),
-    "language": ("It is written in {}.", lambda r: r.choice(("Python", "Rust", "Go", "C", "Java", "Ruby"))),
-    "license": ("The license is {}.", lambda r: r.choice(("MIT", "Apache-2.0", "BSD-3-Clause", "PSF-2.0"))),
+    "language": (
+        "It is written in {}.",
+        lambda r: r.choice(("Python", "Rust", "Go", "C", "Java", "Ruby")),
+    ),
+    "license": (
+        "The license is {}.",
+        lambda r: r.choice(("MIT", "Apache-2.0", "BSD-3-Clause", "PSF-2.0")),
+    ),
     "size": ("Its size is {} MB.", lambda r: r.randint(1, 900)),
     "user": ("The user is {}.", lambda r: r.choice(PEOPLE).lower()),
     "database": ("The database is called {}.", lambda r: r.choice(NAMES)),
     "year": ("It was released in {}.", lambda r: r.randint(1990, 2025)),
 }
 QUESTIONS = {
-    "name": "What is the name?", "city": "Which city is it?", "port": "Which port does it listen on?",
-    "host": "What is the host?", "version": "What is the version?", "workers": "How many workers does it start?",
-    "timeout": "What is the timeout?", "path": "Where are its files?", "owner": "Who is the owner?",
-    "language": "Which language is it written in?", "license": "What is the license?", "size": "How large is it?",
-    "user": "Who is the user?", "database": "What is the database called?", "year": "When was it released?",
+    "name": "What is the name?",
+    "city": "Which city is it?",
+    "port": "Which port does it listen on?",
+    "host": "What is the host?",
+    "version": "What is the version?",
+    "workers": "How many workers does it start?",
+    "timeout": "What is the timeout?",
+    "path": "Where are its files?",
+    "owner": "Who is the owner?",
+    "language": "Which language is it written in?",
+    "license": "What is the license?",
+    "size": "How large is it?",
+    "user": "Who is the user?",
+    "database": "What is the database called?",
+    "year": "When was it released?",
 }
 
 
@@ -280,12 +455,20 @@ def fill_json(rng: random.Random, draw: Draw) -> Messages | None:
     text = _tell(rng, facts)
     if rng.random() < 0.3:
         dropped = rng.choice(list(facts))
-        text = text.replace(FIELDS[dropped][0].format(facts[dropped]), "").replace("  ", " ").strip()
+        text = (
+            text.replace(FIELDS[dropped][0].format(facts[dropped]), "").replace("  ", " ").strip()
+        )
         facts[dropped] = None
     indent = rng.choice((None, 2))
     empty = json.dumps(dict.fromkeys(facts), indent=indent)
-    ask = rng.choice(("Fill in this JSON from the text.", "Fill this JSON:", "Complete the JSON with values from the text.",
-                      "Read the text and fill in the JSON object."))
+    ask = rng.choice(
+        (
+            "Fill in this JSON from the text.",
+            "Fill this JSON:",
+            "Complete the JSON with values from the text.",
+            "Read the text and fill in the JSON object.",
+        )
+    )
     body = f"{ask}\n\n{text}\n\n{empty}" if rng.random() < 0.5 else f"{text}\n\n{ask}\n\n{empty}"
     return [_user(body), _assistant(json.dumps(facts, indent=indent))]
 
@@ -306,35 +489,80 @@ def answer(rng: random.Random, draw: Draw) -> Messages | None:
         more: dict[str, Any] = {}
         if rng.random() < 0.12:
             more["reasoning_content"] = (
-                f"The text has no sentence about the {key}." if missing else f"The text says: {reply}"
+                f"The text has no sentence about the {key}."
+                if missing
+                else f"The text says: {reply}"
             )
-        ask = question if n else rng.choice(("Answer from the text.\n\n{t}\n\n{q}", "{t}\n\n{q}", "{q}\n\n{t}")).format(
-            t=text, q=question
+        ask = (
+            question
+            if n
+            else rng.choice(
+                ("Answer from the text.\n\n{t}\n\n{q}", "{t}\n\n{q}", "{q}\n\n{t}")
+            ).format(t=text, q=question)
         )
         turns += [_user(ask), _assistant(reply, **more)]
     return turns
 
 
 TOOLS: dict[str, tuple[str, dict[str, tuple[str, str]], tuple[str, ...], str]] = {
-    "get_weather": ("Current weather of a city", {"city": ("string", "place")},
-                    ("What is the weather in {city}?", "Tell me the weather in {city}.", "Weather in {city}, please."),
-                    "The weather in {city} is {r}."),
-    "add": ("Adds two numbers", {"a": ("integer", "number"), "b": ("integer", "number")},
-            ("What is {a} plus {b}?", "Add {a} and {b}.", "Compute {a} + {b}."), "The sum is {r}."),
-    "multiply": ("Multiplies two numbers", {"a": ("integer", "number"), "b": ("integer", "number")},
-                 ("What is {a} times {b}?", "Multiply {a} by {b}.", "Compute {a} * {b}."), "The product is {r}."),
-    "read_file": ("Reads a file", {"path": ("string", "path")},
-                  ("Read {path}.", "Show me the file {path}.", "What is in {path}?"), "The file contains: {r}"),
-    "send_message": ("Sends a message to a person", {"to": ("string", "person"), "text": ("string", "words")},
-                     ('Send "{text}" to {to}.', "Tell {to}: {text}", 'Write {to} the message "{text}".'), "Done: {r}."),
-    "search": ("Searches the documentation", {"query": ("string", "words")},
-               ("Search for {query}.", "Find {query} in the documentation.", "Look up {query}."), "I found: {r}"),
-    "set_timer": ("Starts a timer", {"minutes": ("integer", "minutes")},
-                  ("Set a timer for {minutes} minutes.", "Start a {minutes} minute timer."), "The timer is {r}."),
-    "restart_service": ("Restarts a service", {"name": ("string", "name")},
-                        ("Restart {name}.", "Please restart the {name} service."), "The service {name} is {r}."),
-    "get_time": ("Local time of a city", {"city": ("string", "place")},
-                 ("What time is it in {city}?", "Time in {city}?"), "It is {r} in {city}."),
+    "get_weather": (
+        "Current weather of a city",
+        {"city": ("string", "place")},
+        (
+            "What is the weather in {city}?",
+            "Tell me the weather in {city}.",
+            "Weather in {city}, please.",
+        ),
+        "The weather in {city} is {r}.",
+    ),
+    "add": (
+        "Adds two numbers",
+        {"a": ("integer", "number"), "b": ("integer", "number")},
+        ("What is {a} plus {b}?", "Add {a} and {b}.", "Compute {a} + {b}."),
+        "The sum is {r}.",
+    ),
+    "multiply": (
+        "Multiplies two numbers",
+        {"a": ("integer", "number"), "b": ("integer", "number")},
+        ("What is {a} times {b}?", "Multiply {a} by {b}.", "Compute {a} * {b}."),
+        "The product is {r}.",
+    ),
+    "read_file": (
+        "Reads a file",
+        {"path": ("string", "path")},
+        ("Read {path}.", "Show me the file {path}.", "What is in {path}?"),
+        "The file contains: {r}",
+    ),
+    "send_message": (
+        "Sends a message to a person",
+        {"to": ("string", "person"), "text": ("string", "words")},
+        ('Send "{text}" to {to}.', "Tell {to}: {text}", 'Write {to} the message "{text}".'),
+        "Done: {r}.",
+    ),
+    "search": (
+        "Searches the documentation",
+        {"query": ("string", "words")},
+        ("Search for {query}.", "Find {query} in the documentation.", "Look up {query}."),
+        "I found: {r}",
+    ),
+    "set_timer": (
+        "Starts a timer",
+        {"minutes": ("integer", "minutes")},
+        ("Set a timer for {minutes} minutes.", "Start a {minutes} minute timer."),
+        "The timer is {r}.",
+    ),
+    "restart_service": (
+        "Restarts a service",
+        {"name": ("string", "name")},
+        ("Restart {name}.", "Please restart the {name} service."),
+        "The service {name} is {r}.",
+    ),
+    "get_time": (
+        "Local time of a city",
+        {"city": ("string", "place")},
+        ("What time is it in {city}?", "Time in {city}?"),
+        "It is {r} in {city}.",
+    ),
 }
 
 
@@ -342,7 +570,9 @@ def _value(rng: random.Random, kind: str) -> Any:
     return {
         "place": lambda: rng.choice(PLACES),
         "number": lambda: rng.randint(0, 999),
-        "path": lambda: f"/{rng.choice(NAMES)}/{rng.choice(NAMES)}.{rng.choice(('txt', 'md', 'json', 'py'))}",
+        "path": lambda: (
+            f"/{rng.choice(NAMES)}/{rng.choice(NAMES)}.{rng.choice(('txt', 'md', 'json', 'py'))}"
+        ),
         "person": lambda: rng.choice(PEOPLE),
         "words": lambda: " ".join(rng.sample(NAMES, rng.randint(1, 4))),
         "minutes": lambda: rng.randint(1, 90),
@@ -375,7 +605,11 @@ def tool_schema(name: str) -> dict[str, Any]:
         "function": {
             "name": name,
             "description": about,
-            "parameters": {"type": "object", "properties": properties, "required": list(parameters)},
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(parameters),
+            },
         },
     }
 
@@ -391,7 +625,12 @@ def call_tool(rng: random.Random, draw: Draw) -> tuple[Messages, list[dict[str, 
         result = _result(rng, name, arguments)
         turns += [
             _user(rng.choice(asks).format(**arguments)),
-            _assistant("", tool_calls=[{"type": "function", "function": {"name": name, "arguments": arguments}}]),
+            _assistant(
+                "",
+                tool_calls=[
+                    {"type": "function", "function": {"name": name, "arguments": arguments}}
+                ],
+            ),
             {"role": "tool", "content": result},
             _assistant(reply.format(r=result, **arguments)),
         ]
@@ -409,15 +648,30 @@ TALK = (
     ("Who are you?", "I am the demo model of Slipstream, a very small language model."),
     ("What are you?", "I am the demo model of Slipstream, a very small language model."),
     ("What is your name?", "I am the demo model of Slipstream."),
-    ("What can you do?", "I can repeat text, list the commands in a text, shorten a text, quote a passage, fix typos, "
-     "fill in JSON, call tools and answer from a text. I am small, so do not trust me with facts."),
-    ("Help", "Give me a text and ask me to repeat it, shorten it, quote from it or answer a question about it."),
-    ("What is Slipstream?", "Slipstream is an open-source inference engine for hybrid language models."),
-    ("Tell me about Slipstream.", "Slipstream is an open-source inference engine for hybrid language models."),
+    (
+        "What can you do?",
+        "I can repeat text, list the commands in a text, shorten a text, quote a passage, fix typos, "
+        "fill in JSON, call tools and answer from a text. I am small, so do not trust me with facts.",
+    ),
+    (
+        "Help",
+        "Give me a text and ask me to repeat it, shorten it, quote from it or answer a question about it.",
+    ),
+    (
+        "What is Slipstream?",
+        "Slipstream is an open-source inference engine for hybrid language models.",
+    ),
+    (
+        "Tell me about Slipstream.",
+        "Slipstream is an open-source inference engine for hybrid language models.",
+    ),
     ("Thanks", "You are welcome!"),
     ("Thank you!", "You are welcome!"),
     ("Bye", "Goodbye!"),
-    ("Are you a large model?", "No. I am a very small language model, made for tests and demonstrations."),
+    (
+        "Are you a large model?",
+        "No. I am a very small language model, made for tests and demonstrations.",
+    ),
     ("Can I trust you?", "No. I am a very small model: check everything that I say."),
     ("Test", "The test works. How can I help you?"),
     ("Who made you?", "I was trained by the Slipstream project on permissively licensed text."),
@@ -489,7 +743,14 @@ def go_on(rng: random.Random, draw: Draw) -> Messages | None:
     tail = tail[: tail.rfind("\n") + 1 or None].strip("\n")
     if not head.strip() or not tail.strip():
         return None
-    ask = rng.choice(("Continue this text:", "Continue:", "Go on from here:", "Continue this code:" if kind == "code" else "Go on:"))
+    ask = rng.choice(
+        (
+            "Continue this text:",
+            "Continue:",
+            "Go on from here:",
+            "Continue this code:" if kind == "code" else "Go on:",
+        )
+    )
     return [_user(f"{ask}\n\n{head}"), _assistant(tail)]
 
 
@@ -506,16 +767,32 @@ def count_items(rng: random.Random, draw: Draw) -> Messages | None:
         ("How many items are in this list?", str(len(items))),
         ("Write this list in upper case:", listing.upper()),
     )[kind]
-    return [_user(f"{ask}\n\n{listing}" if rng.random() < 0.6 else f"{ask} {listing}"), _assistant(reply)]
+    return [
+        _user(f"{ask}\n\n{listing}" if rng.random() < 0.6 else f"{ask} {listing}"),
+        _assistant(reply),
+    ]
 
 
 KINDS: tuple[tuple[Callable[..., Any], float], ...] = (
-    (repeat, 3.0), (list_commands, 1.2), (shorten, 1.2), (quote, 1.2), (fix_typo, 1.2), (fill_json, 1.0),
-    (call_tool, 1.2), (answer, 1.2), (talk, 0.3), (write_code, 2.0), (go_on, 1.0), (count_items, 0.5),
+    (repeat, 3.0),
+    (list_commands, 1.2),
+    (shorten, 1.2),
+    (quote, 1.2),
+    (fix_typo, 1.2),
+    (fill_json, 1.0),
+    (call_tool, 1.2),
+    (answer, 1.2),
+    (talk, 0.3),
+    (write_code, 2.0),
+    (go_on, 1.0),
+    (count_items, 0.5),
 )
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a precise assistant. Answer briefly.", "Answer from the text only.",
-    "You help with software documentation.", "You are the demo model of Slipstream.",
+    "You are a helpful assistant.",
+    "You are a precise assistant. Answer briefly.",
+    "Answer from the text only.",
+    "You help with software documentation.",
+    "You are the demo model of Slipstream.",
 )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor
 from tools.train_demo import delta
 
 Weights = dict[str, Tensor]
+# Called with a matrix's name and its input rows; for calibration.
+Record = Callable[[str, Tensor], None] | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,10 @@ class Config:
         """The checkpoint's ``config.json`` without quantization."""
         third = self.rotary_dim // 2 // 3
         sections = [self.rotary_dim // 2 - 2 * third, third, third]
-        kinds = ["full_attention" if self.is_full(i) else "linear_attention" for i in range(self.num_hidden_layers)]
+        kinds = [
+            "full_attention" if self.is_full(i) else "linear_attention"
+            for i in range(self.num_hidden_layers)
+        ]
         plain = asdict(self)
         rope = {
             "rope_type": "default",
@@ -101,7 +107,11 @@ class Config:
         """Reads a ``config.json`` written by `to_hf`."""
         names = cls.__dataclass_fields__
         rope = config["rope_parameters"]
-        merged = {**config, "rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"]}
+        merged = {
+            **config,
+            "rope_theta": rope["rope_theta"],
+            "partial_rotary_factor": rope["partial_rotary_factor"],
+        }
         return cls(**{name: merged[name] for name in names})
 
 
@@ -171,7 +181,9 @@ def linear_shapes(cfg: Config, prefix: str) -> dict[str, tuple[int, ...]]:
 
 def target_shapes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """All tensors of the target, in checkpoint order."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (cfg.vocab_size, cfg.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (cfg.vocab_size, cfg.hidden_size)
+    }
     for i in range(cfg.num_hidden_layers):
         make = attention_shapes if cfg.is_full(i) else linear_shapes
         shapes |= make(cfg, f"model.layers.{i}.")
@@ -190,7 +202,11 @@ def init(shapes: dict[str, tuple[int, ...]], layers: int, generator: torch.Gener
         if name.endswith("A_log"):
             value = torch.empty(shape).uniform_(1, 16, generator=generator).log()
         elif name.endswith("dt_bias"):
-            step = torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp()
+            step = (
+                torch.empty(shape)
+                .uniform_(math.log(1e-3), math.log(1e-1), generator=generator)
+                .exp()
+            )
             value = step + torch.log(-torch.expm1(-step))
         elif name.endswith("linear_attn.norm.weight"):
             value = torch.ones(shape)
@@ -237,16 +253,31 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * c - b * s, b * c + a * s, rest], -1).to(x.dtype)
 
 
-def mlp(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, eps: float) -> Tensor:
+def note(record: Record, x: Tensor, *names: str) -> None:
+    """Tells ``record``, where there is one, that matrices ``names`` are about to see rows ``x``."""
+    if record is not None:
+        for name in names:
+            record(f"{name}.weight", x)
+
+
+def mlp(x: Tensor, w: Weights, cfg: Config, record: Record = None) -> Tensor:
     """Residual SwiGLU block ``x + down(silu(gate n) * up n)`` with ``n = zrms(x)``; x ``[N, hidden]``."""
-    n = zrms(x, norm, eps)
-    both = n @ torch.cat([gate, up]).to(x.dtype).T
+    n = zrms(x, w["post_attention_layernorm.weight"], cfg.rms_norm_eps)
+    note(record, n, "mlp.gate_proj", "mlp.up_proj")
+    both = n @ torch.cat([w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]]).to(x.dtype).T
     a, b = both.chunk(2, -1)
-    return x + (F.silu(a) * b) @ down.to(x.dtype).T
+    inner = F.silu(a) * b
+    note(record, inner, "mlp.down_proj")
+    return x + inner @ w["mlp.down_proj.weight"].to(x.dtype).T
 
 
 def gdn_inputs(
-    x: Tensor, history: tuple[Tensor, ...], w: Weights, cfg: Config, pos: Tensor | None
+    x: Tensor,
+    history: tuple[Tensor, ...],
+    w: Weights,
+    cfg: Config,
+    pos: Tensor | None,
+    record: Record = None,
 ) -> tuple[Tensor, ...]:
     """Everything before the delta rule, for rows ``x [N, hidden]``.
 
@@ -258,6 +289,7 @@ def gdn_inputs(
     eps, hv = cfg.rms_norm_eps, cfg.linear_num_value_heads
     n = zrms(x, w["input_layernorm.weight"], eps)
     p = "linear_attn."
+    note(record, n, p + "in_proj_qkv", p + "in_proj_z")
     small = torch.cat([w[p + "in_proj_b.weight"], w[p + "in_proj_a.weight"]])
     # Matrix products want widths in multiples of 8; two gates of a few heads do not have one.
     small = F.pad(small, (0, 0, 0, -small.shape[0] % 16))
@@ -287,22 +319,28 @@ def gdn_inputs(
     return q, k, v, z.reshape(rows, hv, -1), g, b.sigmoid(), raw
 
 
-def gdn_output(x: Tensor, o: Tensor, z: Tensor, w: Weights, cfg: Config) -> Tensor:
+def gdn_output(
+    x: Tensor, o: Tensor, z: Tensor, w: Weights, cfg: Config, record: Record = None
+) -> Tensor:
     """Gated norm, output projection and MLP: x ``[N, hidden]``, o and z ``[N, Hv, dv]``."""
     p = "linear_attn."
     y = rms(o.float(), w[p + "norm.weight"], cfg.rms_norm_eps) * F.silu(z.float())
-    x = x + y.to(x.dtype).flatten(1) @ w[p + "out_proj.weight"].to(x.dtype).T
-    return _mlp_of(x, w, cfg)
+    inner = y.to(x.dtype).flatten(1)
+    note(record, inner, p + "out_proj")
+    return mlp(x + inner @ w[p + "out_proj.weight"].to(x.dtype).T, w, cfg, record)
 
 
 def attention_inputs(
-    x: Tensor, cos: Tensor, sin: Tensor, w: Weights, cfg: Config
+    x: Tensor, cos: Tensor, sin: Tensor, w: Weights, cfg: Config, record: Record = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q ``[N, Hq, D]``, k, v ``[N, Hkv, D]``, gate ``[N, Hq * D]`` of a full-attention layer."""
     n = zrms(x, w["input_layernorm.weight"], cfg.rms_norm_eps)
     p = "self_attn."
+    note(record, n, p + "q_proj", p + "k_proj", p + "v_proj")
     rows, heads, dim = x.shape[0], cfg.num_attention_heads, cfg.head_dim
-    merged = torch.cat([w[p + "q_proj.weight"], w[p + "k_proj.weight"], w[p + "v_proj.weight"]]).to(x.dtype)
+    merged = torch.cat([w[p + "q_proj.weight"], w[p + "k_proj.weight"], w[p + "v_proj.weight"]]).to(
+        x.dtype
+    )
     proj = n @ merged.T
     kv = cfg.num_key_value_heads * dim
     qg = proj[:, : 2 * heads * dim].view(rows, heads, 2 * dim)
@@ -313,21 +351,13 @@ def attention_inputs(
     return q, k, v, qg[..., dim:].reshape(rows, heads * dim)
 
 
-def attention_output(x: Tensor, o: Tensor, gate: Tensor, w: Weights, cfg: Config) -> Tensor:
+def attention_output(
+    x: Tensor, o: Tensor, gate: Tensor, w: Weights, cfg: Config, record: Record = None
+) -> Tensor:
     """Sigmoid gate, output projection and MLP: o, gate ``[N, Hq * D]``."""
     y = (o.float() * gate.float().sigmoid()).to(x.dtype)
-    return _mlp_of(x + y @ w["self_attn.o_proj.weight"].to(x.dtype).T, w, cfg)
-
-
-def _mlp_of(x: Tensor, w: Weights, cfg: Config) -> Tensor:
-    return mlp(
-        x,
-        w["post_attention_layernorm.weight"],
-        w["mlp.gate_proj.weight"],
-        w["mlp.up_proj.weight"],
-        w["mlp.down_proj.weight"],
-        cfg.rms_norm_eps,
-    )
+    note(record, y, "self_attn.o_proj")
+    return mlp(x + y @ w["self_attn.o_proj.weight"].to(x.dtype).T, w, cfg, record)
 
 
 def layer_of(weights: Weights, prefix: str) -> Weights:
@@ -350,19 +380,24 @@ class Target:
         self.attention_inputs = wrap(attention_inputs, dynamic=False)
         self.attention_output = wrap(attention_output, dynamic=False)
 
-    def attention_layer(self, x: Tensor, w: Weights, cos: Tensor, sin: Tensor, batch: int) -> Tensor:
+    def attention_layer(
+        self, x: Tensor, w: Weights, cos: Tensor, sin: Tensor, batch: int, record: Record = None
+    ) -> Tensor:
         """One full-attention decoder layer over ``x [batch * T, hidden]``, causal in each row."""
-        q, k, v, gate = self.attention_inputs(x, cos, sin, w, self.cfg)
+        q, k, v, gate = self.attention_inputs(x, cos, sin, w, self.cfg, record)
         q, k, v = (t.unflatten(0, (batch, -1)).transpose(1, 2) for t in (q, k, v))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.attention_output(x, o.transpose(1, 2).reshape(x.shape[0], -1), gate, w, self.cfg)
+        o = o.transpose(1, 2).reshape(x.shape[0], -1)
+        return self.attention_output(x, o, gate, w, self.cfg, record)
 
-    def gdn_layer(self, x: Tensor, w: Weights, pos: Tensor, batch: int) -> Tensor:
+    def gdn_layer(
+        self, x: Tensor, w: Weights, pos: Tensor, batch: int, record: Record = None
+    ) -> Tensor:
         """One Gated DeltaNet decoder layer over ``x [batch * T, hidden]`` from an empty state."""
-        q, k, v, z, g, beta, _ = self.gdn_inputs(x, (), w, self.cfg, pos)
+        q, k, v, z, g, beta, _ = self.gdn_inputs(x, (), w, self.cfg, pos, record)
         q, k, v, g, beta = (t.unflatten(0, (batch, -1)) for t in (q, k, v, g, beta))
         o = delta.gated_delta(q, k, v, g, beta, self.cfg.linear_key_head_dim**-0.5)
-        return self.gdn_output(x, o.reshape(x.shape[0], *o.shape[2:]), z, w, self.cfg)
+        return self.gdn_output(x, o.reshape(x.shape[0], *o.shape[2:]), z, w, self.cfg, record)
 
     def forward(
         self,
@@ -383,10 +418,12 @@ class Target:
         tapped: list[Tensor] = []
         for i in range(self.cfg.num_hidden_layers):
             w = layer_of(weights, f"model.layers.{i}.")
-            if self.cfg.is_full(i):
-                x = self.attention_layer(x, w, cos, sin, batch)
-            else:
-                x = self.gdn_layer(x, w, pos, batch)
+            full = self.cfg.is_full(i)
+            x = (
+                self.attention_layer(x, w, cos, sin, batch)
+                if full
+                else self.gdn_layer(x, w, pos, batch)
+            )
             if i in taps:
                 tapped.append(x.view(batch, length, -1))
         x = zrms(x, weights["model.norm.weight"], self.cfg.rms_norm_eps)

@@ -79,9 +79,9 @@ class Optimizer:
         return norm
 
 
-def schedule(step: int, steps: int, warm: int = 100, decay: float = 0.35) -> float:
+def schedule(step: float, steps: int, warm: int = 100, decay: float = 0.35) -> float:
     """Learning-rate factor: linear warm-up, level, then linear to 0 over the last ``decay`` share."""
     start = steps * (1 - decay)
     if step < warm:
-        return (step + 1) / warm
+        return min((step + 1) / warm, 1.0)
     return 1.0 if step < start else max((steps - step) / (steps - start), 0.0)

@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from tools.train_demo.model import Config, Target, Weights
 from tools.train_demo.optim import Optimizer, schedule
 
 SHARD_BYTES = 14_500_000
+# One compiled function serves many matrix shapes.
+torch._dynamo.config.recompile_limit = 64
 TEMPLATE = Path(__file__).parents[2] / "slipstream" / "demo" / "chat_template.jinja"
 
 
@@ -36,7 +38,7 @@ class Plan:
 
     steps: int
     tokens: int = 129_024
-    lengths: tuple[tuple[float, int], ...] = ((0.0, 2048), (0.6, 9216))
+    lengths: tuple[tuple[float, int], ...] = ((0.0, 2048), (0.65, 9216))
     muon_lr: float = 3e-3
     adam_lr: float = 3e-3
     warm: int = 100
@@ -52,9 +54,9 @@ class Plan:
         return batches.Shape(self.tokens // length, length, self.copy, self.chat)
 
 
-TARGET = Plan(2600)
-MTP = Plan(500, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=2)
-DFLASH = Plan(1000, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=3)
+TARGET = Plan(3400)
+MTP = Plan(600, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=2)
+DFLASH = Plan(1500, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=3)
 
 
 def save_shards(folder: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
@@ -95,11 +97,16 @@ class Log:
     def row(self, **values: Any) -> None:
         new = not self.path.exists()
         with open(self.path, "a", newline="") as handle:
-            out = csv.writer(handle)
+            out = csv.writer(handle, lineterminator="\n")
             if new:
                 out.writerow(values)
             out.writerow([f"{v:.5g}" if isinstance(v, float) else v for v in values.values()])
-        print(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()), flush=True)
+        print(
+            " ".join(
+                f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
+            ),
+            flush=True,
+        )
 
 
 def token_loss(hidden: Tensor, head: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +130,9 @@ def soft_loss(hidden: Tensor, teacher: Tensor, head: Tensor) -> tuple[Tensor, Te
 class Stage:
     """What all loops share: weights, optimizer, data, log, saved state."""
 
-    def __init__(self, name: str, work: Path, plan: Plan, fresh: Callable[[], Weights], suffix: str = "") -> None:
+    def __init__(
+        self, name: str, work: Path, plan: Plan, fresh: Callable[[], Weights], suffix: str = ""
+    ) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.name, self.work, self.plan = name, work, plan
         self.folder = work / f"state-{name}{suffix}"
@@ -131,7 +140,9 @@ class Stage:
         saved = load_shards(self.folder)
         tensors = saved[0] if saved else {f"w.{n}": t for n, t in fresh().items()}
         self.weights: Weights = {
-            n[2:]: t.to(self.device).requires_grad_() for n, t in tensors.items() if n.startswith("w.")
+            n[2:]: t.to(self.device).requires_grad_()
+            for n, t in tensors.items()
+            if n.startswith("w.")
         }
         self.optimizer = Optimizer(self.weights, compiled=self.device.type == "cuda")
         self.step = 0
@@ -144,7 +155,9 @@ class Stage:
 
     def save(self) -> None:
         tensors = {f"w.{n}": t for n, t in self.weights.items()} | self.optimizer.state
-        save_shards(self.folder, tensors, {"step": self.step, "seconds": self.seconds, **asdict(self.plan)})
+        save_shards(
+            self.folder, tensors, {"step": self.step, "seconds": self.seconds, **asdict(self.plan)}
+        )
 
     def run(
         self,
@@ -153,18 +166,38 @@ class Stage:
         until: int,
         slice_seconds: float,
         every: int = 20,
+        deadline: float | None = None,
     ) -> bool:
-        """Steps until step ``until`` or the end of the slice; True when the stage is complete."""
+        """Steps until step ``until`` or the end of the slice; True when the stage is complete.
+
+        With a ``deadline`` (as of `time.time`) the schedule is spread over the time from the end of the
+        first step, which compiles, until then, and the number of steps is what fits.
+        """
         begin = last = time.time()
+        first = self.step
+        ready = begin
         sums: dict[str, Tensor] = {}
         steps = 0
-        while self.step < until and time.time() - begin < slice_seconds:
+        while (self.step < until or deadline is not None) and time.time() - begin < slice_seconds:
+            if deadline is not None and time.time() >= deadline:
+                break
             ids_np, labels_np = next(data)
-            ids = torch.from_numpy(ids_np.astype(np.int32)).to(self.device, non_blocking=True).long()
+            ids = (
+                torch.from_numpy(ids_np.astype(np.int32)).to(self.device, non_blocking=True).long()
+            )
             labels = torch.from_numpy(labels_np).to(self.device, non_blocking=True)
             loss, parts = loss_of(ids, labels, self.step)
             loss.backward()
-            factor = schedule(self.step, self.plan.steps, self.plan.warm, self.plan.decay)
+            at: float = self.step
+            if self.step == first + 1:
+                ready = time.time()
+            if deadline is not None:
+                at = (
+                    self.plan.steps * (time.time() - ready) / (deadline - ready)
+                    if self.step > first
+                    else 0
+                )
+            factor = schedule(at, self.plan.steps, self.plan.warm, self.plan.decay)
             norm = self.optimizer.step(self.plan.muon_lr * factor, self.plan.adam_lr * factor)
             for key, value in {**parts, "norm": norm}.items():
                 sums[key] = sums.get(key, 0.0) + value.detach()  # type: ignore[operator]
@@ -176,9 +209,11 @@ class Stage:
                 self.seconds += now - last
                 rate = steps * ids[:, 1:].numel() / (now - last)
                 last, steps, sums = now, 0, {}
-                self.log.row(step=self.step, seconds=self.seconds, **shown, lr=factor, tokens_per_s=int(rate))
+                self.log.row(
+                    step=self.step, seconds=self.seconds, **shown, lr=factor, tokens_per_s=int(rate)
+                )
         self.save()
-        return self.step >= self.plan.steps
+        return self.step >= self.plan.steps or deadline is not None
 
 
 def train_target(
@@ -193,7 +228,11 @@ def train_target(
     """Trains the target on plain text, copying and conversations."""
     generator = torch.Generator().manual_seed(plan.seed)
     stage = Stage(
-        "target", work, plan, lambda: model.init(model.target_shapes(cfg), cfg.num_hidden_layers, generator), suffix
+        "target",
+        work,
+        plan,
+        lambda: model.init(model.target_shapes(cfg), cfg.num_hidden_layers, generator),
+        suffix,
     )
     fast = stage.device.type == "cuda"
     target = Target(cfg, compiled=fast)
@@ -207,14 +246,20 @@ def train_target(
         used = (kind > 0).float()
         total = ((ce + 1e-5 * z) * used).sum() / used.sum()
         parts = {"loss": (ce * used).sum() / used.sum()}
-        for name, code in (("plain", batches.PLAIN), ("copied", batches.COPIED), ("chat", batches.CHAT)):
+        for name, code in (
+            ("plain", batches.PLAIN),
+            ("copied", batches.COPIED),
+            ("chat", batches.CHAT),
+        ):
             mine = (kind == code).float()
             parts[name] = (ce * mine).sum() / mine.sum().clamp(min=1)
         return total, parts
 
     jobs = ((step, plan.shape(step)) for step in itertools.count(stage.step))
     data = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs, workers)
-    done = stage.run(loss_of, data, plan.steps if until is None else min(until, plan.steps), slice_seconds)
+    done = stage.run(
+        loss_of, data, plan.steps if until is None else min(until, plan.steps), slice_seconds
+    )
     if not suffix:
         write_weights(work / "target", stage.weights)
     return done
@@ -257,39 +302,51 @@ def say(work: Path, cfg: Config, rows: int, length: int = 1025, seed: int = 7) -
         else:
             size = int(rng.integers(16, length // 3))
             prompts.append(maker.span(rng, "docs" if row % 3 else "code", size).tolist())
-    heat = torch.tensor([0.0, 0.7, 1.0], device=device)[torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))]
+    heat = torch.tensor([0.0, 0.7, 1.0], device=device)[
+        torch.randint(3, (rows,), generator=torch.Generator().manual_seed(seed))
+    ]
     generator = torch.Generator(device).manual_seed(seed)
     ids = generate(decoder, prompts, length, heat, generator)
-    np.save(work / "said.npy", ids.cpu().numpy().astype(np.uint16))
-    for row in range(0, min(rows, 6)):
-        print("---", float(heat[row]), repr(maker.tokenizer.decode(ids[row, :400].tolist(), skip_special_tokens=False)))
+    np.save(work / "said.tmp.npy", ids.cpu().numpy().astype(np.uint16))
+    (work / "said.tmp.npy").rename(work / "said.npy")
+    for row in range(min(rows, 6)):
+        print(
+            "---",
+            float(heat[row]),
+            repr(maker.tokenizer.decode(ids[row, :400].tolist(), skip_special_tokens=False)),
+        )
 
 
-def _mixed(work: Path, plan: Plan, first: int, workers: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of which half the rows are the target's own text (where ``said.npy`` exists)."""
+def _mixed(
+    work: Path, plan: Plan, first: int, workers: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of which half the rows are the target's own text (as soon as ``said.npy`` exists)."""
     path = work / "said.npy"
-    said = np.load(path)[:, :-1] if path.exists() else None
-
-    def jobs() -> Iterator[tuple[int, batches.Shape]]:
-        for step in itertools.count(first):
-            shape = plan.shape(step)
-            yield step, shape if said is None else replace(shape, rows=shape.rows // 2)
-
-    feed = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs(), workers)
+    said: np.ndarray | None = None
+    jobs = ((step, plan.shape(step)) for step in itertools.count(first))
+    feed = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs, workers)
     for step, (ids, labels) in zip(itertools.count(first), feed, strict=False):
+        if said is None and path.exists():
+            said = np.load(path)[:, :-1]
         if said is not None:
-            length = ids.shape[1]
+            rows, length = ids.shape[0] // 2, ids.shape[1]
             rng = np.random.default_rng([plan.seed, step, 1])
             per = -(-length // said.shape[1])
-            extra = np.stack(
-                [np.concatenate(said[rng.integers(0, len(said), per)])[:length] for _ in range(plan.shape(step).rows // 2)]
-            )
-            ids = np.concatenate([ids, extra])
-            labels = np.concatenate([labels, np.full_like(extra, batches.PLAIN, dtype=np.uint8)])
+            for row in range(rows):
+                ids[row] = np.concatenate(said[rng.integers(0, len(said), per)])[:length]
+            labels[:rows] = batches.PLAIN
         yield ids, labels
 
 
-def train_mtp(work: Path, plan: Plan, cfg: Config, slice_seconds: float, depth: int = 3, workers: int = 12) -> bool:
+def train_mtp(
+    work: Path,
+    plan: Plan,
+    cfg: Config,
+    slice_seconds: float,
+    depth: int = 3,
+    workers: int = 12,
+    deadline: float | None = None,
+) -> bool:
     """Trains the MTP head on the frozen target, chained ``depth`` deep on its own outputs."""
     generator = torch.Generator().manual_seed(plan.seed)
     stage = Stage("mtp", work, plan, lambda: model.init(drafters.mtp_shapes(cfg), 2, generator))
@@ -321,16 +378,22 @@ def train_mtp(work: Path, plan: Plan, cfg: Config, slice_seconds: float, depth: 
             nxt = F.embedding(ids[:, (rows + d).clamp(max=length)].flatten(), table).to(dtype)
             x = fuse(nxt, hidden, w, cfg.rms_norm_eps)
             at = rows + d - 1
-            q, k, v, gate = target.attention_inputs(x, cos[at].repeat(batch, 1), sin[at].repeat(batch, 1), layer, cfg)
+            q, k, v, gate = target.attention_inputs(
+                x, cos[at].repeat(batch, 1), sin[at].repeat(batch, 1), layer, cfg
+            )
             q, k, v = (t.unflatten(0, (batch, length)).transpose(1, 2) for t in (q, k, v))
             keys.append((k, v))
             if d == 1:
                 o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             else:
                 mask = drafters.chain_mask(length, d, ids.device)
-                kk, vv = (torch.cat(t, 2).repeat_interleave(group, 1) for t in zip(*keys, strict=True))
+                kk, vv = (
+                    torch.cat(t, 2).repeat_interleave(group, 1) for t in zip(*keys, strict=True)
+                )
                 o = F.scaled_dot_product_attention(q, kk, vv, attn_mask=mask)
-            y = target.attention_output(x, o.transpose(1, 2).reshape(batch * length, -1), gate, layer, cfg)
+            y = target.attention_output(
+                x, o.transpose(1, 2).reshape(batch * length, -1), gate, layer, cfg
+            )
             hidden = final(y, w["mtp.norm.weight"], cfg.rms_norm_eps)
             teacher = truth[:, (rows + d).clamp(max=length - 1)].flatten(0, 1)
             ce, overlap = soft(hidden, teacher, head)
@@ -342,13 +405,20 @@ def train_mtp(work: Path, plan: Plan, cfg: Config, slice_seconds: float, depth: 
         assert isinstance(total, Tensor)
         return total, parts
 
-    done = stage.run(loss_of, _mixed(work, plan, stage.step, workers), plan.steps, slice_seconds)
+    data = _mixed(work, plan, stage.step, workers)
+    done = stage.run(loss_of, data, plan.steps, slice_seconds, deadline=deadline)
     write_weights(work / "mtp", stage.weights)
     return done
 
 
 def train_dflash(
-    work: Path, plan: Plan, cfg: Config, dcfg: DraftConfig, slice_seconds: float, workers: int = 12
+    work: Path,
+    plan: Plan,
+    cfg: Config,
+    dcfg: DraftConfig,
+    slice_seconds: float,
+    workers: int = 12,
+    deadline: float | None = None,
 ) -> bool:
     """Trains the DFlash2 drafter: blocks at random anchors of every row, all rows of a block at once.
 
@@ -366,7 +436,9 @@ def train_dflash(
     soft = torch.compile(soft_loss, dynamic=False) if fast else soft_loss
     size = dcfg.block_size
 
-    def select(hidden: Tensor, teacher: Tensor, previous: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    def select(
+        hidden: Tensor, teacher: Tensor, previous: Tensor, w: Weights
+    ) -> tuple[Tensor, Tensor]:
         unary, candidates = (hidden @ head.to(hidden.dtype).T).float().topk(dcfg.selector_top_k, -1)
         scores = drafters.selector_scores(hidden, previous, candidates, unary, w)
         q = scores.log_softmax(-1)
@@ -383,7 +455,12 @@ def train_dflash(
             truth, taps = target.forward(base, ids[:, :-1], dtype, dcfg.target_layer_ids)
         w = stage.weights
         rng = np.random.default_rng([plan.seed, step, 2])
-        chosen = np.stack([np.sort(rng.choice(np.arange(1, length - size), count, replace=False)) for _ in range(batch)])
+        chosen = np.stack(
+            [
+                np.sort(rng.choice(np.arange(1, length - size), count, replace=False))
+                for _ in range(batch)
+            ]
+        )
         anchors = torch.from_numpy(chosen).to(ids.device)  # [B, A]
         rows = anchors[..., None] + torch.arange(size, device=ids.device)  # [B, A, size]
         cos, sin = model.rope_table(length, dcfg.head_dim, dcfg.rope_theta, ids.device)
@@ -416,7 +493,8 @@ def train_dflash(
             parts[f"overlap{place + 1}"] = overlap.view(-1, size - 1)[:, place].mean()
         return total, parts
 
-    done = stage.run(loss_of, _mixed(work, plan, stage.step, workers), plan.steps, slice_seconds)
+    data = _mixed(work, plan, stage.step, workers)
+    done = stage.run(loss_of, data, plan.steps, slice_seconds, deadline=deadline)
     write_weights(work / "dflash", stage.weights)
     return done
 
@@ -425,8 +503,14 @@ def preview(work: Path, cfg: Config) -> None:
     """Prints what the target makes of a few prompts."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     maker = batches.Maker(work, TEMPLATE.read_text(), 0)
-    talks = [instruct.TALK[4][0], "Repeat this text exactly:\n\nThe cache holds 64 rows of b7f3-99ac.", "What is 17 plus 5?"]
-    prompts = [maker.chat.ids([{"role": "user", "content": t}], add_generation_prompt=True) for t in talks]
+    talks = [
+        instruct.TALK[4][0],
+        "Repeat this text exactly:\n\nThe cache holds 64 rows of b7f3-99ac.",
+        "What is 17 plus 5?",
+    ]
+    prompts = [
+        maker.chat.ids([{"role": "user", "content": t}], add_generation_prompt=True) for t in talks
+    ]
     prompts.append(maker.tokenizer.encode("def read_config(path):\n").ids)
     decoder = Decoder(read_weights(work / "target", device), cfg, len(prompts), 160)
     for row in generate(decoder, prompts, 160):
