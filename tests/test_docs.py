@@ -38,7 +38,7 @@ def test_every_setting_says_what_it_is() -> None:
 
 def test_every_command_and_option_says_what_it_does() -> None:
     root: Any = get_command(build())
-    for name, command in root.commands.items():
+    for name, command in docgen._leaves(root):
         assert command.help, name
         for option in command.params:
             assert option.help, f"{name}: {option.name}"

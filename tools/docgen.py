@@ -70,7 +70,7 @@ def _commands() -> str:
         "Exit codes: 0 done, 1 failed, 2 wrong usage or input, 130 interrupted. An error is one",
         "line on standard error; `--debug` adds the traceback.",
     ]
-    for name, command in root.commands.items():
+    for name, command in _leaves(root):
         arguments = [p for p in command.params if p.param_type_name == "argument"]
         usage = " ".join([f"slipstream {name}", *(p.name.upper() for p in arguments)])
         parts += [f"\n## {name}\n", f"`{usage} [OPTIONS]`\n", _prose(command.help)]
@@ -86,6 +86,15 @@ def _commands() -> str:
         if rows:
             parts += ["\n| argument or option | meaning |", "|---|---|", *rows]
     return "\n".join(parts) + "\n"
+
+
+def _leaves(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Commands with their full names, those of groups too."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _leaves(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", command
 
 
 def _ops() -> str:
