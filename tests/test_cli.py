@@ -88,9 +88,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     made = Calls()
 
     class LLM:
-        def __init__(self, model: str, *, config: Config) -> None:
-            assert model == config.model
+        def __init__(self, *, config: Config, announce: Callable[[Any], None]) -> None:
             made.config = config
+            announce(types.SimpleNamespace(line="1 GiB planned"))
             made.fail()
             self.tokenizer, self.template = made.tokenizer, made.template
 
@@ -137,7 +137,8 @@ def test_text_streams_and_statistics_go_aside(
     assert call("run", "hi") == 0
     out, err = capsys.readouterr()
     assert out == "hé\nlo\n"
-    assert err.count("\n") == 1
+    assert err.startswith("1 GiB planned\n5 tokens at")
+    assert err.count("\n") == 2
     assert "5 tokens at 2.0 tokens/s (2.50 a step)" in err
     assert calls.prompt == list(b"<user>hi<assistant>")
 
@@ -162,7 +163,7 @@ def test_json_is_one_object(calls: Calls, capsys: pytest.CaptureFixture[str]) ->
     }
     assert record["logprobs"][0]["text"] == "h"
     assert record["logprobs"][0]["top"][1] == {"token": 105, "logprob": -1.0}
-    assert err == ""
+    assert err == "1 GiB planned\n"
 
 
 def test_sampling_options_reach_the_engine(calls: Calls) -> None:
@@ -327,7 +328,7 @@ def test_a_failure_is_one_line(
 ) -> None:
     calls.fail = raising(error)
     assert call("run", "hi") == 1
-    assert capsys.readouterr().err == f"error: {told}\n"
+    assert capsys.readouterr().err == f"1 GiB planned\nerror: {told}\n"
 
 
 def test_debug_shows_the_traceback(calls: Calls) -> None:
@@ -339,7 +340,7 @@ def test_debug_shows_the_traceback(calls: Calls) -> None:
 def test_interrupt_is_quiet(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     calls.fail = raising(KeyboardInterrupt())
     assert call("run", "hi") == 130
-    assert capsys.readouterr().err.strip() == ""
+    assert capsys.readouterr().err.strip() == "1 GiB planned"
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -356,7 +357,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
         class LLM:
             tokenizer, template = object(), None
-            def __init__(self, model, config): pass
+            def __init__(self, config, announce): pass
             def stream(self, prompt, params):
                 while True:
                     yield types.SimpleNamespace(text="x" * 4096, output=None)
