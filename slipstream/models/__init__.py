@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.models.blocks import Loader, Outline
-from slipstream.models.llama import Llama
-from slipstream.models.qwen35 import Qwen35
+from slipstream.models.decoder import Decoder
+from slipstream.models.llama import llama
+from slipstream.models.qwen35 import qwen35
 from slipstream.models.stores import Store
 from slipstream.weights.reader import Checkpoint, CheckpointError
 
-if TYPE_CHECKING:
-    AnyModel = Llama | Qwen35
-
-FAMILIES: dict[str, type[Llama] | type[Qwen35]] = {
-    "llama": Llama,
-    "qwen3_5": Qwen35,
-    "qwen3_5_text": Qwen35,
+FAMILIES: dict[str, Callable[[Loader], Decoder]] = {
+    "llama": llama,
+    "qwen3_5": qwen35,
+    "qwen3_5_text": qwen35,
 }
 
 
@@ -28,7 +26,7 @@ def build(
     dtype: torch.dtype,
     device: torch.device,
     sizes: list[int] | None = None,
-) -> AnyModel:
+) -> Decoder:
     """The model of a checkpoint, its weights read and checked.
 
     Args:
@@ -63,7 +61,7 @@ def outline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     return OutlineFacts(model.stores, sum(load.sizes), model.context)
 
 
-def _family(checkpoint: Checkpoint) -> type[Llama] | type[Qwen35]:
+def _family(checkpoint: Checkpoint) -> Callable[[Loader], Decoder]:
     kind = checkpoint.config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream import kernels
 from slipstream.kernels.types import Batch, Dense
+from slipstream.models.stores import Paged, Store
 from slipstream.weights import linear
 from slipstream.weights.linear import Linear
 from slipstream.weights.reader import Checkpoint, CheckpointError
@@ -161,6 +162,7 @@ class Attention:
             )
         self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, head_dim, eps
         self.gated = gated
+        self.store: Store = Paged(kv_heads, head_dim)
         self.q_width = heads * head_dim * (2 if gated else 1)
         self.kv_width = kv_heads * head_dim
         self.qkv = load.linear(

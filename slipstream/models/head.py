@@ -13,13 +13,13 @@ class Head:
 
     def __init__(self, load: Loader) -> None:
         self.vocab: int = load.need("vocab_size")
-        hidden = load.need("hidden_size")
-        self.table = load.linear(["model.embed_tokens"], self.vocab, hidden)
+        self.hidden_size: int = load.need("hidden_size")
+        self.table = load.linear(["model.embed_tokens"], self.vocab, self.hidden_size)
         tied = bool(load.checkpoint.config.get("tie_word_embeddings", False))
         if tied:
             # Some exports store the tied head a second time.
             load.checkpoint.skip([n for n in load.checkpoint.names() if n.startswith("lm_head.")])
-        self.out = self.table if tied else load.linear(["lm_head"], self.vocab, hidden)
+        self.out = self.table if tied else load.linear(["lm_head"], self.vocab, self.hidden_size)
         self.dtype = load.dtype
 
     def embed(self, ids: Tensor) -> Tensor:

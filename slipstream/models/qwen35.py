@@ -8,10 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from slipstream import kernels
-from slipstream.kernels.types import Batch, Hidden
+from slipstream.kernels.types import Batch
 from slipstream.models.blocks import Attention, Loader, Mlp, Rotation, rope_frequencies
-from slipstream.models.head import Head, Taps
-from slipstream.models.stores import Paged, PerSlot, Store, gated_delta
+from slipstream.models.decoder import Decoder, Layer, Mixer
+from slipstream.models.head import Head
+from slipstream.models.stores import Store, gated_delta
 from slipstream.models.view import CacheView
 from slipstream.weights.reader import CheckpointError
 
@@ -43,7 +44,7 @@ class GatedDeltaNet:
         self.dt_bias = load.vector(f"{prefix}.dt_bias", (self.heads,))
         self.norm = load.vector(f"{prefix}.norm.weight", (self.dv,))
         self.out = load.linear([f"{prefix}.out_proj"], hidden, values)
-        self.store: PerSlot = gated_delta(
+        self.store: Store = gated_delta(
             self.heads, dk, self.dv, self.channels, taps, state=load.wide, gates=load.wide
         )
 
@@ -58,79 +59,62 @@ class GatedDeltaNet:
         return self.out(o.to(x.dtype).flatten(1), batch.split)
 
 
-class Qwen35:
+def qwen35(load: Loader) -> Decoder:
     """The text model of `qwen3_5` checkpoints."""
-
-    def __init__(self, load: Loader) -> None:
-        checkpoint, config = load.checkpoint, load.checkpoint.config
-        self.hidden_size = load.need("hidden_size")
-        layers = load.need("num_hidden_layers")
-        self.eps = load.need("rms_norm_eps", float)
-        self.context = load.need("max_position_embeddings")
-        head_dim = load.need("head_dim")
-        kinds = config.get("layer_types") or [
-            "full_attention" if (i + 1) % load.need("full_attention_interval") == 0
-            else "linear_attention"
-            for i in range(layers)
-        ]  # fmt: skip
-        if len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
-            raise CheckpointError(
-                f"config.json lists {len(kinds)} layer_types of kinds {sorted(set(kinds))} for"
-                f" {layers} layers: one of linear_attention or full_attention is needed for each"
+    checkpoint, config = load.checkpoint, load.checkpoint.config
+    hidden, inner = load.need("hidden_size"), load.need("intermediate_size")
+    head_dim, eps = load.need("head_dim"), load.need("rms_norm_eps", float)
+    head = Head(load)
+    layers = []
+    for i, kind in enumerate(_kinds(load)):
+        prefix = f"model.layers.{i}"
+        before, after = (
+            load.vector(f"{prefix}.{name}.weight", (hidden,), 1.0)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        mixer: Mixer
+        if kind == "full_attention":
+            mixer = Attention(
+                load,
+                f"{prefix}.self_attn",
+                hidden=hidden,
+                heads=load.need("num_attention_heads"),
+                kv_heads=load.need("num_key_value_heads"),
+                head_dim=head_dim,
+                eps=eps,
+                gated=config.get("attn_output_gate", True),
+                normed=True,
             )
-        rope = {"partial_rotary_factor": 0.25, **config}
-        self.inv_freq = rope_frequencies(rope, head_dim, load.wide).to(load.device)
-        self.head = Head(load)
-        self.vocab = self.head.vocab
-        self.norms: list[tuple[Tensor, Tensor]] = []
-        self.mixers: list[Attention | GatedDeltaNet] = []
-        self.mlp: list[Mlp] = []
-        stores: list[Store] = []
-        for i, kind in enumerate(kinds):
-            prefix = f"model.layers.{i}"
-            before, after = (
-                load.vector(f"{prefix}.{name}.weight", (self.hidden_size,), 1.0)
-                for name in ("input_layernorm", "post_attention_layernorm")
-            )
-            self.norms.append((before, after))
-            if kind == "full_attention":
-                kv_heads = load.need("num_key_value_heads")
-                self.mixers.append(
-                    Attention(
-                        load,
-                        f"{prefix}.self_attn",
-                        hidden=self.hidden_size,
-                        heads=load.need("num_attention_heads"),
-                        kv_heads=kv_heads,
-                        head_dim=head_dim,
-                        eps=self.eps,
-                        gated=config.get("attn_output_gate", True),
-                        normed=True,
-                    )
-                )
-                stores.append(Paged(kv_heads, head_dim))
-            else:
-                mixer = GatedDeltaNet(load, f"{prefix}.linear_attn", self.hidden_size, self.eps)
-                self.mixers.append(mixer)
-                stores.append(mixer.store)
-            self.mlp.append(
-                Mlp(load, f"{prefix}.mlp", self.hidden_size, load.need("intermediate_size"))
-            )
-        self.norm = load.vector("model.norm.weight", (self.hidden_size,), 1.0)
-        self.stores = tuple(stores)
-        # The MTP head drafts; the text model does not read it.
-        checkpoint.skip([n for n in checkpoint.names() if n.startswith("mtp.")])
+        else:
+            mixer = GatedDeltaNet(load, f"{prefix}.linear_attn", hidden, eps)
+        layers.append(Layer(before, mixer, after, Mlp(load, f"{prefix}.mlp", hidden, inner)))
+    # The MTP head drafts; the text model does not read it.
+    checkpoint.skip([n for n in checkpoint.names() if n.startswith("mtp.")])
+    rope = {"partial_rotary_factor": 0.25, **config}
+    return Decoder(
+        head,
+        layers,
+        load.vector("model.norm.weight", (hidden,), 1.0),
+        eps=eps,
+        inv_freq=rope_frequencies(rope, head_dim, load.wide).to(load.device),
+        context=load.need("max_position_embeddings"),
+    )
 
-    def forward(self, batch: Batch, cache: CacheView, taps: tuple[int, ...] = ()) -> Hidden:
-        x = self.head.embed(batch.tokens)
-        turn = kernels.angles(batch.positions, self.inv_freq)
-        tapped = Taps(taps)
-        for i, (mixer, mlp) in enumerate(zip(self.mixers, self.mlp, strict=True)):
-            before, after = self.norms[i]
-            x = x + mixer(kernels.norm(x, before, self.eps), turn, batch, cache, i)
-            x = x + mlp(kernels.norm(x, after, self.eps), batch.split)
-            tapped.see(i, x)
-        return Hidden(kernels.norm(x, self.norm, self.eps), tapped.joined())
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head.logits(hidden)
+def _kinds(load: Loader) -> list[str]:
+    """Each layer's kind, listed or by the interval of full attention.
+
+    Raises:
+        CheckpointError: not one known kind for each layer.
+    """
+    layers = load.need("num_hidden_layers")
+    kinds = load.checkpoint.config.get("layer_types")
+    if kinds is None:
+        every = load.need("full_attention_interval")
+        return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
+        raise CheckpointError(
+            f"config.json lists {len(kinds)} layer_types of kinds {sorted(set(kinds))} for"
+            f" {layers} layers: one of linear_attention or full_attention is needed for each"
+        )
+    return list(kinds)
