@@ -18,6 +18,7 @@ from tools.train_demo.model import (
     attention_output,
     gdn_inputs,
     gdn_output,
+    join,
     layer_of,
     rope_table,
     zrms,
@@ -61,7 +62,7 @@ class Decoder:
             n: w if n.endswith(("A_log", "dt_bias")) else w.to(dtype) for n, w in weights.items()
         }
         self.layers = [
-            layer_of(self.weights, f"model.layers.{i}.") for i in range(cfg.num_hidden_layers)
+            join(layer_of(self.weights, f"model.layers.{i}.")) for i in range(cfg.num_hidden_layers)
         ]
         linear = sum(not cfg.is_full(i) for i in range(cfg.num_hidden_layers))
         full = cfg.num_hidden_layers - linear

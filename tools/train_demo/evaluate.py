@@ -159,7 +159,7 @@ class MtpProposer:
     ) -> None:
         self.cfg, self.count = cfg, count
         self.w = {n: t.to(dtype) for n, t in w.items()}
-        self.layer = model.layer_of(self.w, "mtp.layers.0.")
+        self.layer = model.join(model.layer_of(self.w, "mtp.layers.0."))
         self.table, self.head = (
             base["model.embed_tokens.weight"].to(dtype),
             base["lm_head.weight"].to(dtype),

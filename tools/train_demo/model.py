@@ -260,11 +260,35 @@ def note(record: Record, x: Tensor, *names: str) -> None:
             record(f"{name}.weight", x)
 
 
+_GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+_QKV = tuple(f"self_attn.{n}_proj.weight" for n in "qkv")
+_GDN = tuple(f"linear_attn.in_proj_{n}.weight" for n in ("qkv", "z", "b", "a"))
+
+
+def joined(w: Weights, *names: str) -> Tensor:
+    """Matrices over the same input as one, its rows filled up with zeros to a multiple of 16.
+
+    Matrix products want widths in multiples of 8; two gates of a few heads do not have one.
+    """
+    if (ready := w.get("+".join(names))) is not None:
+        return ready
+    both = torch.cat([w[name] for name in names])
+    return F.pad(both, (0, 0, 0, -both.shape[0] % 16))
+
+
+def join(w: Weights) -> Weights:
+    """A layer's tensors with its joined matrices added, for decoding: they are made only once."""
+    extra = {
+        "+".join(names): joined(w, *names) for names in (_GATE_UP, _QKV, _GDN) if names[0] in w
+    }
+    return {**w, **extra}
+
+
 def mlp(x: Tensor, w: Weights, cfg: Config, record: Record = None) -> Tensor:
     """Residual SwiGLU block ``x + down(silu(gate n) * up n)`` with ``n = zrms(x)``; x ``[N, hidden]``."""
     n = zrms(x, w["post_attention_layernorm.weight"], cfg.rms_norm_eps)
     note(record, n, "mlp.gate_proj", "mlp.up_proj")
-    both = n @ torch.cat([w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]]).to(x.dtype).T
+    both = n @ joined(w, *_GATE_UP).to(x.dtype).T
     a, b = both.chunk(2, -1)
     inner = F.silu(a) * b
     note(record, inner, "mlp.down_proj")
@@ -290,10 +314,7 @@ def gdn_inputs(
     n = zrms(x, w["input_layernorm.weight"], eps)
     p = "linear_attn."
     note(record, n, p + "in_proj_qkv", p + "in_proj_z")
-    small = torch.cat([w[p + "in_proj_b.weight"], w[p + "in_proj_a.weight"]])
-    # Matrix products want widths in multiples of 8; two gates of a few heads do not have one.
-    small = F.pad(small, (0, 0, 0, -small.shape[0] % 16))
-    merged = torch.cat([w[p + "in_proj_qkv.weight"], w[p + "in_proj_z.weight"], small]).to(x.dtype)
+    merged = joined(w, *_GDN).to(x.dtype)
     conv_dim = 2 * cfg.key_dim + cfg.value_dim
     proj = n @ merged.T
     raw, z = proj[:, :conv_dim], proj[:, conv_dim : conv_dim + cfg.value_dim]
@@ -338,9 +359,7 @@ def attention_inputs(
     p = "self_attn."
     note(record, n, p + "q_proj", p + "k_proj", p + "v_proj")
     rows, heads, dim = x.shape[0], cfg.num_attention_heads, cfg.head_dim
-    merged = torch.cat([w[p + "q_proj.weight"], w[p + "k_proj.weight"], w[p + "v_proj.weight"]]).to(
-        x.dtype
-    )
+    merged = joined(w, *_QKV).to(x.dtype)
     proj = n @ merged.T
     kv = cfg.num_key_value_heads * dim
     qg = proj[:, : 2 * heads * dim].view(rows, heads, 2 * dim)
