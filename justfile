@@ -22,6 +22,10 @@ fix:
 test *args:
     {{python}} -m pytest -q -n 2 {{args}}
 
+# tests on real checkpoints; takes minutes, fetches them once
+e2e *args:
+    {{python}} -m pytest -q -m e2e {{args}}
+
 # what CI runs
 ci:
     bash .ci/run

@@ -92,15 +92,19 @@ def test_readme_begins_with_the_two_commands() -> None:
         assert (ROOT / script).exists()
 
 
-def test_ci_runs_the_second_command_of_the_readme() -> None:
+def test_ci_runs_the_commands_of_the_readme() -> None:
     source = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    [line] = [line for line in source.splitlines() if line.startswith("command=")]
-    told = subprocess.run(
-        ["bash", "-c", f'{line}; printf %s "$command"'], cwd=ROOT, capture_output=True, text=True
-    )
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert told.stdout.strip() == blocks(readme)[1].strip()
-    assert '"$command"' in source.replace(line, "")
+    given = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    for variable, block in (("first", given[0]), ("command", given[1])):
+        [line] = [line for line in source.splitlines() if line.startswith(f"{variable}=")]
+        told = subprocess.run(
+            ["bash", "-c", f'{line}; printf %s "${variable}"'],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert told.stdout.strip() == block.strip()
+        assert f'bash -c "${variable}"' in source
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda p: p.relative_to(ROOT).as_posix())
