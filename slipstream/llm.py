@@ -177,13 +177,15 @@ class LLM:
         Raises:
             RequestError: the prompt or a parameter cannot be served.
         """
-        groups = self._submit([(prompt, params or SamplingParams())])
-        return self._deltas(groups)
+        deltas = self._deltas(self._submit([(prompt, params or SamplingParams())]))
+        next(deltas)  # runs up to its first yield, so that closing it always ends the request
+        return deltas
 
     def _deltas(self, groups: list[list[_Answer]]) -> Iterator[Delta]:
         [group] = groups
         open_answers = len(group)
         try:
+            yield Delta(0, "", [], [])  # taken by `stream`
             while open_answers:
                 self._step()
                 for answer in group:
@@ -324,6 +326,7 @@ def _result(group: list[_Answer]) -> RequestOutput:
         timing=max((a.last.timing for a in group), key=lambda t: t.total),
         speculation=Speculation(
             sum(s.steps for s in spec),
+            sum(s.tokens for s in spec),
             sum(s.drafted for s in spec),
             sum(s.accepted for s in spec),
             by_source,
@@ -341,7 +344,8 @@ def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not items:
         raise RequestError("no prompt: give text, token ids, or a list of either")
     for p in items:
-        if not isinstance(p, str) and not all(isinstance(t, int) for t in p):
+        ids = isinstance(p, list | tuple) and all(isinstance(t, int) for t in p)
+        if not isinstance(p, str) and not ids:
             raise RequestError(f"a prompt is {p!r}: give text or a list of token ids")
     return items
 

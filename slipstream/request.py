@@ -148,14 +148,15 @@ class Speculation:
     """What drafting did for one request."""
 
     steps: int = 0  # steps that decided at least one token
+    tokens: int = 0  # decided in them
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_step(self) -> float:
-        """Completion tokens a deciding step yields on average; 1.0 without speculation."""
-        return (self.accepted + self.steps) / self.steps if self.steps else 0.0
+        """Tokens a deciding step yields on average; 1.0 without speculation."""
+        return self.tokens / self.steps if self.steps else 0.0
 
 
 @dataclass(frozen=True, slots=True)

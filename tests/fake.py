@@ -190,7 +190,7 @@ class FakeEngine:
             usage=Usage(len(request.tokens), run.done, min(4, len(request.tokens))),
             timing=Timing(0.0, 0.01, time.perf_counter() - run.began),
             speculation=Speculation(
-                run.steps, run.steps * self.block, run.done - run.steps, {"lookup": 1}
+                run.steps, run.done, run.steps * self.block, run.done - run.steps, {"lookup": 1}
             ),
         )
 

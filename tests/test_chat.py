@@ -51,7 +51,7 @@ def output(prompt: int, completion: int) -> Output:
         "",
         usage=Usage(prompt, completion, 3),
         timing=Timing(0.1, 0.5, 2.5),
-        speculation=Speculation(2, 6, 3, {"lookup": 3, "mtp": 0}),
+        speculation=Speculation(2, 5, 6, 3, {"lookup": 3, "mtp": 0}),
     )
 
 

@@ -198,6 +198,13 @@ def test_the_plan_is_what_is_allocated(tmp_path: Path) -> None:
         ({"cache.memory": 0.0001}, "lower limits.context"),
         ({"cache.snapshot_every": 100}, "multiple of 64"),
         ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda"}, "CPU only"),
+        ({"threads": -1}, "threads is -1"),
+        ({"cache.memory": float("inf")}, "cache.memory is inf"),
+        ({"cache.snapshots": float("nan")}, "cache.snapshots is nan"),
+        ({"cache.snapshots": 60000.0}, "this machine has"),
+        ({"limits.context": 1}, "2 or more"),
+        ({"limits.seqs": 10**7, "limits.tokens": 10**8}, "1024 or less"),
     ],
 )
 def test_settings_that_cannot_work_are_named(tmp_path: Path, settings: Any, match: str) -> None:
@@ -222,6 +229,99 @@ def test_eviction_never_strands_a_snapshot(model: Any) -> None:
         for node in resumable:
             assert [n.depth for n in node.path()] == list(range(1, node.depth + 1))
     assert engine.cache.available == 11
+
+
+@pytest.mark.parametrize("again", [{"max_tokens": 200}, {"max_tokens": 200, "prompt_logprobs": 0}])
+@pytest.mark.parametrize("snapshots", [0.0, 1.0])
+def test_a_request_fits_beside_a_cached_copy_of_itself(
+    model: Any, again: dict[str, Any], snapshots: float
+) -> None:
+    """In the smallest pool: pages that only the cache holds must all be there for the taking."""
+    prompt = tuple((7 * i) % 90 + 2 for i in range(300))
+    engine = tiny.engine(*model, seqs=1, context=512, pages=10, snapshots=snapshots)
+    run(engine, prompt, max_tokens=2)
+    engine.add(Request("b", prompt, SamplingParams(temperature=0.0, ignore_eos=True, **again)))
+    for _ in range(400):
+        if not engine.busy:
+            break
+        engine.step()
+        engine.cache.check()
+    assert not engine.busy, "it preempts itself for ever"
+
+
+def test_equal_prompts_in_a_crowd_share_their_pages(model: Any) -> None:
+    prompt = tuple((7 * i) % 90 + 2 for i in range(200))
+    engine = tiny.engine(*model, pages=30)
+    for i in range(4):
+        engine.add(Request(str(i), prompt, SamplingParams(max_tokens=40, ignore_eos=True)))
+    texts: dict[str, list[int]] = {}
+    while engine.busy:
+        for output in engine.step():
+            texts.setdefault(output.id, []).extend(output.tokens)
+        engine.cache.check()
+        running = [engine.cache.held[s.slot] for s in engine.scheduler.running if s.generated > 1]
+        assert all(pages[:3] == running[0][:3] for pages in running)
+    assert len({tuple(t) for t in texts.values()}) == 1
+
+
+def test_a_prompt_that_ends_inside_a_page_begins_no_longer_one(model: Any) -> None:
+    """Resuming at 100 would compute position 100 in another chunk than a fresh start does."""
+    prompt = tuple((7 * i) % 90 + 2 for i in range(150))
+    for by_text, cached in ((False, 64), (True, 100)):
+        engine = tiny.engine(*model, by_text=by_text)
+        engine.scheduler.keep_generated = True  # a snapshot at 100, where the prompt ends
+        run(engine, prompt[:100], max_tokens=1)
+        assert run(engine, prompt, max_tokens=1)[-1].usage.cached_tokens == cached
+
+
+def test_adopted_text_that_is_gone_is_not_claimed(model: Any) -> None:
+    """Preempted after a second turn, its text evicted: computed afresh, under fresh keys."""
+    engine = tiny.engine(*model, pages=14, context=512)
+    prompt = tuple((7 * i) % 90 + 2 for i in range(100))
+    answer = tokens(run(engine, prompt, max_tokens=90, ignore_eos=True))
+    second = (*prompt, *answer, 5, 6, 7)
+    engine.add(Request("b", second, SamplingParams(max_tokens=30, ignore_eos=True)))
+    engine.step()
+    [sequence] = engine.scheduler.running
+    assert sequence.adopted > 100
+    engine.scheduler._preempt(sequence)
+    prefix = engine.cache.prefix
+    assert prefix is not None
+    while (leaf := prefix.next_out(engine.cache.refs)) is not None:
+        engine.cache._leave_tree(prefix.remove(leaf))
+    while engine.busy:
+        engine.step()
+        engine.cache.check()
+        assert sequence.adopted == 0
+        assert all(kind != "c" for _, kind in sequence.lineage.events)
+
+
+def test_more_end_ids_than_fit_are_refused_and_others_go_on(model: Any) -> None:
+    engine = tiny.engine(*model, ends=tuple(range(2, 18)))
+    with pytest.raises(RequestError, match="26 together"):
+        run(engine, stop_token_ids=tuple(range(20, 30)))
+    assert len(tokens(run(engine, max_tokens=3, ignore_eos=True))) == 3
+
+
+def test_end_ids_outside_the_vocabulary_ban_nothing(model: Any) -> None:
+    engine = tiny.engine(*model, ends=(-1, 500, 3))
+    assert engine.ends == (3,)
+
+
+def test_tokens_per_step_counts_tokens(model: Any, plain: list[int]) -> None:
+    end = next(t for i, t in enumerate(plain) if i >= 6 and t not in plain[:i])
+    outputs = run(drafted(model, [*PROMPT, *plain]), stop_token_ids=(end,), ignore_eos=True)
+    spec = outputs[-1].speculation
+    assert spec.tokens == len(tokens(outputs))
+    assert spec.tokens_per_step == len(tokens(outputs)) / len(outputs)
+
+
+def test_an_abort_while_queued_has_no_prompt_logprobs(model: Any) -> None:
+    engine = tiny.engine(*model)
+    engine.add(Request("a", PROMPT, SamplingParams(prompt_logprobs=0)))
+    output = engine.abort("a")
+    assert output is not None
+    assert output.prompt_logprobs is None
 
 
 def test_scopes_do_not_share_text(model: Any) -> None:
@@ -276,6 +376,9 @@ def test_llm_takes_ids_batches_and_several_answers(tmp_path: Path) -> None:
     assert second.completions[0].token_ids == many.completions[1].token_ids
     with pytest.raises(RequestError, match="tokenizer"):
         llm.generate("text")
+    for wrong in ([[5, 6], 7], [5, "a"], [None], []):
+        with pytest.raises(RequestError):
+            llm.generate(wrong)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="one each"):
         llm.generate([[5], [6]], [greedy])
 
@@ -295,10 +398,13 @@ def test_llm_streams_what_it_generates(tmp_path: Path) -> None:
     assert ends == 2
     assert last.output is not None
     assert last.output.usage.completion_tokens == 40
-    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=500))
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.busy
+    for taken in (0, 1):
+        stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=500))
+        assert llm.engine.busy
+        for _ in range(taken):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert not llm.engine.busy
     llm.engine.cache.check()
 
 
@@ -379,6 +485,37 @@ def test_a_failing_step_ends_its_requests_and_no_others(model: Any) -> None:
     engine.run_target = broken  # type: ignore[method-assign]
     assert len(tokens(asyncio.run(ask("y")))) == 4
     thread.close()
+    engine.cache.check()
+
+
+def test_nobody_waits_for_an_answer_that_never_comes(model: Any) -> None:
+    """Closing, doubled ids, a receiver that fails, an iterator that is never asked."""
+    engine = tiny.engine(*model)
+    thread = InferenceThread(engine)
+    params = SamplingParams(max_tokens=300, ignore_eos=True)
+
+    async def scene() -> None:
+        unread = thread.submit(Request("unread", PROMPT, params))
+        await unread.aclose()  # type: ignore[attr-defined]
+        first = thread.submit(Request("same", PROMPT, params))
+        with pytest.raises(RuntimeError, match="open already"):
+            thread.submit(Request("same", PROMPT, params))
+        broken = thread.submit(Request("broken", PROMPT, params))
+
+        def fail(output: Output) -> None:
+            raise RuntimeError("nobody is there")
+
+        with thread._ready:
+            thread._receivers["broken"] = fail
+        del broken
+        got = [o async for o in first]
+        assert got[-1].finish == "length"
+        late = thread.submit(Request("late", PROMPT, params))
+        await asyncio.to_thread(thread.close)
+        assert [o async for o in late][-1].finish == "abort"
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+    assert not engine.busy
     engine.cache.check()
 
 

@@ -100,6 +100,18 @@ def test_gdn_blocks_equal_the_recurrence(prompt: int, spans: list[int]) -> None:
     torch.testing.assert_close(fast.state.state[1], slow.state.state[1], rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("strength", [1.0, 50.0, 1e3, 1e5, float("inf")])
+def test_gdn_blocks_keep_their_precision_at_strong_gates(strength: float) -> None:
+    """Strong and weak decays in one block: sums of the first must not swallow the second."""
+    fast, slow = (Gdn(4, torch.float32, torch.float32) for _ in range(2))
+    for layer in (fast, slow):
+        strong = layer.g < -0.7
+        layer.g[strong] *= strength
+    a, b = walk(fast, 150, 200, [5], "cpu"), walk(slow, 150, 200, [5], "reference")
+    assert torch.isfinite(a).all()
+    assert float((a - b).abs().max() / b.abs().max()) < 1e-5
+
+
 @pytest.mark.parametrize("state", [torch.float64, torch.float16])
 def test_gdn_reference_does_not_depend_on_the_partition(state: torch.dtype) -> None:
     """Bit for bit, with the state stored in half precision too: the fold is on absolute positions."""

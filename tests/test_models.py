@@ -129,10 +129,42 @@ def test_unknown_family_is_named(tmp_path: Path) -> None:
         ({"rms_norm_eps": None}, "rms_norm_eps"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads"),
+        ({"num_key_value_heads": 4}, "multiple"),
+        ({"head_dim": 8.0}, "head_dim"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings"),
     ],
 )
 def test_config_that_disagrees_is_named(tmp_path: Path, change: dict[str, Any], match: str) -> None:
     path = tiny.write(tmp_path, tiny.LLAMA)
     (path / "config.json").write_text(json.dumps({**tiny.LLAMA, **change}))
+    with pytest.raises(CheckpointError, match=match):
+        models.build(open_directory(path), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"layer_types": 4}, "layer_types"),
+        ({"layer_types": ["full_attention", None, 3, []]}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "for 4 layers"),
+        ({"attn_output_gate": "false"}, "attn_output_gate"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"linear_num_value_heads": 5}, "multiple"),
+    ],
+)
+def test_hybrid_config_that_disagrees_is_named(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    path = tiny.write(tmp_path, tiny.QWEN)
+    (path / "config.json").write_text(json.dumps({**tiny.QWEN, **change}))
     with pytest.raises(CheckpointError, match=match):
         models.build(open_directory(path), torch.float32, CPU)

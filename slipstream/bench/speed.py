@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.config import Config, override
+from slipstream.config import Config, ConfigError, override
 from slipstream.kernels.types import Batch, Dense, Draft, Hidden, Verdict
 from slipstream.llm import LLM, RequestOutput
 from slipstream.models.stores import Store
@@ -108,6 +108,8 @@ def measure(
         prompt: text; it is cut or repeated to 512 tokens for prefill.
         peer: also run transformers on the same file, if it can be imported.
     """
+    if new_tokens < 2 or not prompt:
+        raise ConfigError("give a prompt and 2 or more new tokens: a rate needs an interval")
     config = override(config, {"dtype": "float32", "device": "cpu", "cache.prefix": False})
     llm = LLM(config=config)
     short = llm.encode(prompt)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slipstream import models
 from slipstream.bench.machine import copy_bandwidth
-from slipstream.config import Config, override
+from slipstream.config import Config, ConfigError, override
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs
 from slipstream.engine.cache import page_bytes
@@ -105,11 +105,22 @@ def measure(config: Config, contexts: list[int], rows: list[int], steps: int = 1
     """
     span = config.limits.span
     seqs = max(-(-r // span) for r in rows)
+    uneven = [r for r in rows if r % -(-r // span)]
+    if uneven:
+        raise ConfigError(
+            f"{uneven[0]} rows do not divide evenly over sequences of at most {span}: leave it out"
+        )
     longest = max(contexts) + span * (steps + 4)
     checkpoint = open_checkpoint(resolve(config.model))
     dtype, device = memory.number_format(config), memory.device_of(config)
     outline = models.outline(checkpoint, dtype, device)
-    context = min(longest, outline.context)
+    if longest > outline.context:
+        most = outline.context - span * (steps + 4)
+        raise ConfigError(
+            f"the checkpoint has {outline.context} positions, and the steps themselves take"
+            f" {span * (steps + 4)}: give contexts up to {most}"
+        )
+    context = longest
     config = override(
         config,
         {
@@ -136,10 +147,9 @@ def measure(config: Config, contexts: list[int], rows: list[int], steps: int = 1
     for size in contexts:
         for wanted in rows:
             used = -(-wanted // span)
-            start = min(size, context - span * (steps + 4))
-            ms = _cell(engine, drafter, start, wanted, used, steps)
+            ms = _cell(engine, drafter, size, wanted, used, steps)
             per_token = page_bytes(model.stores, dtype) // PAGE
-            moved = outline.nbytes + used * start * per_token
+            moved = outline.nbytes + used * size * per_token
             floor = moved / bandwidth * 1e3
             cells.append(StepCost(size, wanted, used, statistics.median(ms), max(ms), moved, floor))
     return StepTable(

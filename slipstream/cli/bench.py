@@ -30,7 +30,7 @@ def steps(
     config: Config,
     contexts: Annotated[
         str, typer.Option(help="Tokens before the step, separated by commas.")
-    ] = "1024,2048,4096,8000",
+    ] = "1024,2048,4096,7936",
     rows: Annotated[
         str, typer.Option(help="Rows of a step, separated by commas.")
     ] = "1,2,4,8,16,32,64",

@@ -69,6 +69,7 @@ class Sequence:
     source: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
     marks: tuple[int, ...] = ()  # positions where a chunk ends for a snapshot
+    adopted: int = 0  # positions taken from text that was computed another way
     cached: int = -1  # prompt tokens found in the prefix cache; -1 before admission
     steps: int = 0
     drafted: int = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engine.batch import Limits, Sequence
-from slipstream.engine.prefix import Hit, Prefix, Snapshot
+from slipstream.engine.prefix import Hit, Lineage, Prefix, Snapshot
 from slipstream.kernels.types import FOLD, PAGE, Batch, GdnState, PagedKV
 from slipstream.models.stores import Field, Paged, PerSlot, Store
 
@@ -86,13 +86,14 @@ class Cache:
         # Host mirrors, so that planning never waits for the device.
         self.fold_of = [0] * limits.slots
         self.held: list[list[int]] = [[] for _ in range(limits.slots)]
+        self._published = [0] * limits.slots  # pages of each slot that are the tree's
         self.refs = [0] * pages
         self.refs[0] = 1
         self.free = list(range(pages - 1, 0, -1))
         self.slots = list(range(limits.seqs, 0, -1))
         self.prefix = None if prefix is None else Prefix(bool(self._fields), prefix)
         self._in_tree = bytearray(pages)
-        self.idle = 0  # pages that only the tree holds: all of them can be evicted
+        self.idle = 0  # pages that only the tree holds; nobody holds one behind them
 
     # -- what models and drafters see -------------------------------------------------------
 
@@ -101,9 +102,6 @@ class Cache:
 
     def gdn(self, layer: int) -> GdnState:
         return GdnState(**self._fields[layer])
-
-    def field(self, layer: int, name: str) -> Tensor:
-        return self._fields[layer][name]
 
     def tensors(self) -> list[Tensor]:
         """Everything allocated; its addresses never change."""
@@ -145,9 +143,11 @@ class Cache:
             return None
         slot = self.slots.pop()
         self.held[slot] = shared
+        self._published[slot] = len(shared)
         self.table[slot, : len(shared)] = torch.tensor(shared, dtype=torch.int64)
         if not hit.exact:
             sequence.lineage.adopt(hit.node, hit.tail, hit.position)
+            sequence.adopted = hit.position
         if hit.tail:
             grown = self.reserve(slot, hit.position)
             assert grown, "pages were counted as available"
@@ -166,10 +166,16 @@ class Cache:
     def _find(self, sequence: Sequence) -> Hit:
         if self.prefix is None or sequence.params.prompt_logprobs is not None:
             return Hit()
-        # What was preempted comes back as it was, or is computed again the same way.
-        fresh = sequence.cached < 0
         limit = len(sequence.tokens) - 1
-        return self.prefix.find(sequence.lineage, sequence.tokens, limit, self.by_text and fresh)
+        # What was preempted comes back as it was, or is computed again the same way.
+        by_text = self.by_text and sequence.cached < 0
+        hit = self.prefix.find(sequence.lineage, sequence.tokens, limit, by_text)
+        if hit.position < sequence.adopted:
+            # The text it went on from is gone: from here on it is computed afresh, by other keys.
+            sequence.lineage = Lineage(sequence.request.scope, sequence.prompt)
+            sequence.adopted = 0
+            hit = self.prefix.find(sequence.lineage, sequence.tokens, limit, by_text=False)
+        return hit
 
     def reserve(self, slot: int, upto: int) -> bool:
         """Pages for all positions below `upto`; False if there are none left to take."""
@@ -205,20 +211,30 @@ class Cache:
         self.fold_of[slot] = certain - certain % FOLD
 
     def publish(self, sequence: Sequence) -> None:
-        """Put the sequence's newly filled pages in the tree, for others to share."""
+        """Put the sequence's newly filled pages in the tree, for others to share.
+
+        Where the tree has an equal page already, the sequence takes that one and gives up its
+        own. So it holds the whole path it publishes under, and whatever only the tree holds can
+        be evicted, leaf by leaf.
+        """
         if self.prefix is None:
             return
+        slot, lineage = sequence.slot, sequence.lineage
+        held = self.held[slot]
         full = sequence.computed // PAGE
-        lineage = sequence.lineage
         lineage.extend(sequence.tokens, full)
-        done = full
-        while done and lineage.keys[done - 1] not in self.prefix.nodes:
-            done -= 1
-        for i in range(done, full):
-            node = self.prefix.insert(lineage, i, self.held[sequence.slot][i])
-            if node:
-                self._in_tree[node.page] = 1
-                self.refs[node.page] += 1
+        for i in range(self._published[slot], full):
+            known = self.prefix.nodes.get(lineage.keys[i])
+            if known is None:
+                self.prefix.insert(lineage, i, held[i])
+                self._in_tree[held[i]] = 1
+                self.refs[held[i]] += 1
+            elif known.page != held[i]:
+                self._hold(known.page)
+                self._let_go(held[i])
+                held[i] = known.page
+                self.table[slot, i] = known.page
+        self._published[slot] = full
 
     def snapshot(self, sequence: Sequence) -> None:
         """Keep the state of the sequence's first `computed` positions, and their pages."""
@@ -329,4 +345,4 @@ class Cache:
         busy = [s for s, pages in enumerate(self.held) if pages]
         assert not set(busy) & set(self.slots), "a free slot holds pages"
         if self.prefix:
-            self.prefix.check()
+            self.prefix.check(self.refs)

@@ -17,7 +17,7 @@ from slipstream.draft.lookup import Lookup
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs, Limits, Sequence, Span
 from slipstream.engine.cache import Cache
-from slipstream.engine.params import ParamTable
+from slipstream.engine.params import ENDS, ParamTable
 from slipstream.engine.prefix import Lineage
 from slipstream.engine.protocols import Drafter, Model, ServingFacts
 from slipstream.engine.sampler import logprobs
@@ -103,6 +103,12 @@ class Engine:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens, and prompt and answer together may have"
                 f" {context}: shorten the prompt to {context - 1} or less, or raise limits.context"
+            )
+        count = len({*request.params.stop_token_ids, *self.ends})
+        if count > ENDS:
+            raise RequestError(
+                f"stop_token_ids and the checkpoint's own end ids are {count} together: at most"
+                f" {ENDS} fit, leave some out"
             )
         wrong = next((t for t in tokens if not 0 <= t < self.vocab), None)
         if wrong is not None:
@@ -272,20 +278,22 @@ def generation_defaults(generation: dict[str, object]) -> SamplingParams:
     Greedy unless it says otherwise: ``do_sample``, or a temperature, top_k or top_p of its own.
     """
 
-    def number(key: str, low: float, default: float) -> float:
+    def number(key: str, low: float, high: float, default: float) -> float:
+        """The value if it is a number with low < value <= high, else the default."""
         value = generation.get(key)
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and value > low
-        return float(value) if ok else default  # type: ignore[arg-type]
+        if isinstance(value, int | float) and not isinstance(value, bool) and low < value <= high:
+            return float(value)
+        return default
 
     filters = any(generation.get(k) is not None for k in ("temperature", "top_k", "top_p"))
     if not generation.get("do_sample", filters):
-        return replace(GREEDY, repetition_penalty=number("repetition_penalty", 0, 1.0))
+        return replace(GREEDY, repetition_penalty=number("repetition_penalty", 0, 100, 1.0))
     return SamplingParams(
-        temperature=number("temperature", -1, 1.0),
-        top_k=int(number("top_k", 0, 0)),
-        top_p=min(1.0, number("top_p", 0, 1.0)),
-        min_p=number("min_p", 0, 0.0),
-        repetition_penalty=number("repetition_penalty", 0, 1.0),
+        temperature=max(0.0, number("temperature", -1, 100, 1.0)),
+        top_k=int(number("top_k", 0, 1e6, 0)),
+        top_p=number("top_p", 0, 1, 1.0),
+        min_p=number("min_p", 0, 1, 0.0),
+        repetition_penalty=number("repetition_penalty", 0, 100, 1.0),
     )
 
 
@@ -388,6 +396,7 @@ def assemble(
     )
     params = ParamTable(limits.slots, device)
     vocab = vocab or model.vocab
+    ends = tuple(e for e in ends if 0 <= e < vocab)
     return Engine(
         model=model,
         drafter=drafter,
@@ -397,7 +406,7 @@ def assemble(
         params=params,
         verify=Verify(params, vocab if vocab < model.vocab else None),
         scheduler=scheduler,
-        ends=ends,
+        ends=ends[:ENDS],
         vocab=vocab,
         defaults=defaults or GREEDY,
         plan=sized.plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from slipstream.weights.reader import Checkpoint, CheckpointError
 from slipstream.weights.sources import open_checkpoint, resolve
 
 GIB = 2**30
+_MOST = 65536  # GiB
 LONGEST = 32768  # positions planned for when the config leaves the context to us
 
 
@@ -88,26 +90,21 @@ def plan_for(model: str, config: Config) -> Plan:
 
 
 def number_format(config: Config) -> torch.dtype:
-    """The computation's format; auto is float32 on a CPU and bfloat16 on a GPU."""
-    if config.dtype != "auto":
-        return DTYPES[config.dtype]
-    return torch.float32 if device_of(config).type == "cpu" else torch.bfloat16
+    """The computation's format; auto is float32."""
+    return torch.float32 if config.dtype == "auto" else DTYPES[config.dtype]
 
 
 def device_of(config: Config) -> torch.device:
-    """The device of the config.
+    """The device of the config; until there are GPU kernels, that is the CPU.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: another device.
     """
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"device is {config.device!r}: give cpu, cuda or auto")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no GPU: use cpu, or install a CUDA torch")
-    return torch.device(name)
+    if config.device not in ("cpu", "auto"):
+        raise ConfigError(
+            f"device is {config.device!r}: this version computes on the CPU only, give cpu or auto"
+        )
+    return torch.device("cpu")
 
 
 def sizes(
@@ -129,7 +126,7 @@ def sizes(
     pages = _pages(config, limits, per_page)
     stateful = any(isinstance(s, PerSlot) for s in stores)
     snapshots = int(config.cache.snapshots * GIB) if config.cache.prefix and stateful else 0
-    vocab = int(checkpoint.config["vocab_size"])
+    vocab = int(checkpoint.config["vocab_size"])  # the outline has checked it
     tables = limits.slots * 8 * (limits.context + limits.pages + 2)
     drafts = limits.slots * max(1, limits.drafts) * 8 * 4
     logits = 3 * 4 * vocab * min(limits.tokens, limits.seqs * limits.span)
@@ -155,6 +152,13 @@ def sizes(
         total=sum(r.bytes for r in rows),
         host=snapshots,
     )
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if plan.total + plan.host > physical:
+        raise ConfigError(
+            f"{_size(plan.total + plan.host)} are planned, and this machine has {_size(physical)}:"
+            " lower limits.context, limits.seqs, cache.memory or cache.snapshots"
+            f" ({plan.line})"
+        )
     return Sizes(limits, pages, dtype, device, snapshots, plan)
 
 
@@ -163,6 +167,10 @@ def _limits(config: Config, longest: int) -> Limits:
     context = asked.context or min(longest, LONGEST)
     for ok, text in (
         (asked.seqs >= 1, f"limits.seqs is {asked.seqs}: give 1 or more"),
+        (asked.seqs <= 1024, f"limits.seqs is {asked.seqs}: give 1024 or less"),
+        (asked.tokens <= 2**20, f"limits.tokens is {asked.tokens}: give {2**20} or less"),
+        (context >= 2, f"limits.context is {context}: a prompt and its answer need 2 or more"),
+        (0 <= config.threads <= 1024, f"threads is {config.threads}: give 0 to 1024"),
         (1 <= asked.span <= 64, f"limits.span is {asked.span}: give 1 to 64"),
         (asked.context >= 0, f"limits.context is {asked.context}: give 0 or more"),
         (
@@ -180,13 +188,16 @@ def _limits(config: Config, longest: int) -> Limits:
             f"cache.snapshot_every is {config.cache.snapshot_every}: give a multiple of {PAGE},"
             " or 0 for none",
         ),
-        (config.cache.memory >= 0, f"cache.memory is {config.cache.memory}: give 0 or more GiB"),
         (
-            config.cache.snapshots >= 0,
-            f"cache.snapshots is {config.cache.snapshots}: give 0 or more GiB",
+            0 <= config.cache.memory <= _MOST,
+            f"cache.memory is {config.cache.memory}: give 0 to {_MOST} GiB",
         ),
         (
-            config.speculation.row_cost >= 0,
+            0 <= config.cache.snapshots <= _MOST,
+            f"cache.snapshots is {config.cache.snapshots}: give 0 to {_MOST} GiB",
+        ),
+        (
+            0 <= config.speculation.row_cost < float("inf"),
             f"speculation.row_cost is {config.speculation.row_cost}: give 0 or more",
         ),
     ):
@@ -203,10 +214,11 @@ def _pages(config: Config, limits: Limits, per_page: int) -> int:
     pages = int(config.cache.memory * GIB) // max(1, per_page)
     if pages < least:
         fits = max(0, pages - 2) * PAGE
+        lower = f"lower limits.context to {fits}, or " if fits else ""
         raise ConfigError(
             f"cache.memory is {config.cache.memory} GiB, which holds {fits} tokens, but"
-            f" limits.context is {limits.context}: lower limits.context to {fits}, or give"
-            f" {least * per_page / GIB:.2f} GiB"
+            f" limits.context is {limits.context}: {lower}give"
+            f" {least * per_page / GIB:.3f} GiB"
         )
     return min(pages, limits.seqs * limits.pages + 2)
 

@@ -199,7 +199,7 @@ class Prefix:
                 if (
                     best.position < stop <= limit
                     and tuple(tokens[end:stop]) == part
-                    and (not exact or events == lineage.within(end, stop))
+                    and (not exact or events == lineage.within(end, stop + 1))
                 ):
                     best = Hit(stop, node, tail, tail.snapshot, exact)
         return Hit(best.position, best.node, best.tail, best.snapshot, exact, shared)
@@ -215,15 +215,10 @@ class Prefix:
 
     # -- growing ----------------------------------------------------------------------------
 
-    def insert(self, lineage: Lineage, index: int, page: int) -> Node | None:
-        """Put a sequence's page `index` in the tree; None if it is there already or cannot be.
-
-        A page whose predecessor was evicted has no place in the tree.
-        """
+    def insert(self, lineage: Lineage, index: int, page: int) -> Node:
+        """Put a sequence's page `index` in the tree; its predecessor is there."""
         key = lineage.keys[index]
-        parent = self.nodes.get(lineage.keys[index - 1]) if index else None
-        if key in self.nodes or (index and parent is None):
-            return None
+        parent = self.nodes[lineage.keys[index - 1]] if index else None
         self._clock += 1
         node = Node(
             key, lineage.texts[index], parent, page, index + 1,
@@ -250,7 +245,10 @@ class Prefix:
         self._clock += 1
         snapshot.used = self._clock
         begin = full * PAGE
-        part = (tuple(tokens[begin : snapshot.position]), lineage.within(begin, snapshot.position))
+        # An event at the very end counts: a prompt that ends inside a page is not the beginning
+        # of a longer one, whose chunk would go on to the end of the page.
+        events = lineage.within(begin, snapshot.position + 1)
+        part = (tuple(tokens[begin : snapshot.position]), events)
         if rest == 0:
             if node.snapshot:
                 node.snapshot.used = self._clock
@@ -319,8 +317,8 @@ class Prefix:
             t.page for n in self.nodes.values() for t in n.tails.values()
         ]
 
-    def check(self) -> None:
-        """Every node's predecessor is present and counted; bytes add up.
+    def check(self, refs: list[int]) -> None:
+        """Every node's predecessor is present, counted and held by whoever holds the node.
 
         Raises:
             AssertionError: they are not.
@@ -330,6 +328,8 @@ class Prefix:
         for node in self.nodes.values():
             if node.parent:
                 assert self.nodes.get(node.parent.key) is node.parent, "a page lost its predecessor"
+                held = refs[node.page] == 1 or refs[node.parent.page] > 1
+                assert held, "a page is held whose predecessor may be evicted"
                 children[node.parent.key] = children.get(node.parent.key, 0) + 1
             assert self.texts[node.text][node.key] is node
             holders: list[Node | Tail] = [node, *node.tails.values()]

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from slipstream.engine.verify import Rows
 from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
 from slipstream.models.stores import Store
 from slipstream.models.view import CacheView
@@ -59,7 +60,14 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     """Probabilities, then the verdict; the same call samples when there are no drafts."""
 
-    def __call__(self, logits: Tensor, draft: Draft, batch: Batch) -> Verdict: ...
+    def __call__(
+        self,
+        logits: Tensor,
+        draft: Draft,
+        batch: Batch,
+        rows: Rows,
+        history: Tensor | None = None,
+    ) -> Verdict: ...
 
 
 class Serving(Protocol):

@@ -339,7 +339,8 @@ class Scheduler:
     ) -> Output:
         now = monotonic()
         prompt_logprobs = None
-        if sequence.generated == len(tokens) and sequence.prompt_logprobs is not None:
+        started = bool(tokens) and sequence.generated == len(tokens)
+        if started and sequence.prompt_logprobs is not None:
             prompt_logprobs = tuple(sequence.prompt_logprobs)
         return Output(
             id=sequence.request.id,
@@ -356,6 +357,10 @@ class Scheduler:
                 total=now - sequence.arrived,
             ),
             speculation=Speculation(
-                sequence.steps, sequence.drafted, sequence.accepted, dict(sequence.by_source)
+                sequence.steps,
+                sequence.generated,
+                sequence.drafted,
+                sequence.accepted,
+                dict(sequence.by_source),
             ),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -18,28 +17,31 @@ from slipstream.kernels import cpu, reference
 from slipstream.kernels.types import Batch, GdnState, Packed, PagedKV
 
 _BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu}
-_chosen: ContextVar[dict[str, str] | None] = ContextVar("chosen", default=None)
+_swapped: dict[str, str] = {}  # op name -> backend, for `use` alone
 
 
 @contextmanager
 def use(**ops: str) -> Iterator[None]:
     """Run the named ops on the named backend inside the block, ``use(attend="reference")``.
 
+    It holds in every thread, the inference thread too.
+
     Raises:
         KeyError: no such backend.
     """
     for backend in ops.values():
         _BACKENDS[backend]
-    token = _chosen.set({**(_chosen.get() or {}), **ops})
+    before = dict(_swapped)
+    _swapped.update(ops)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _swapped.clear()
+        _swapped.update(before)
 
 
 def _op(name: str) -> Callable[..., Any]:
-    chosen = _chosen.get()
-    backend = _BACKENDS[chosen[name]] if chosen and name in chosen else cpu
+    backend = _BACKENDS[_swapped[name]] if name in _swapped else cpu
     found: Callable[..., Any] = getattr(backend, name, None) or getattr(reference, name)
     return found
 

@@ -20,9 +20,7 @@ _FEW = 64  # rows up to which W @ x.T is the faster product
 
 def matmul(x: Tensor, w: Packed, split: int) -> Tensor:
     weight = w.weight if isinstance(w, Dense) else reference.dequantize(w).to(x.dtype)
-    if split == x.shape[0]:
-        return _product(x, weight)
-    if split == 0:
+    if split in (0, x.shape[0]):
         return _product(x, weight)
     return torch.cat([_product(x[:split], weight), _product(x[split:], weight)])
 
@@ -161,14 +159,17 @@ def _blocks(
     q, k = (part.repeat_interleave(heads // key_heads, 1) for part in (q * dk**-0.5, k))
     v = split_heads(v, heads)
 
-    total = log_decay.cumsum(-1)  # G: log decay from the block's start, inclusive
+    # G: log decay from the block's start, inclusive. Its differences are what counts, so a sum of
+    # strong decays must not swallow weak ones; beyond e^-1e4 nothing is left of a state.
+    total = log_decay.double().clamp_(min=-1e4).cumsum(-1)
     lower = torch.ones(size, size, dtype=torch.bool).tril()
     # The exponent above the diagonal is positive and may overflow: mask before exp.
-    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~lower, float("-inf"))
+    decay = decay.exp().to(k.dtype)
     mix = (k @ k.transpose(-1, -2)) * decay * gain[..., None]
     mix.diagonal(dim1=-2, dim2=-1).fill_(1)  # I + strictly lower part
     read = (q @ k.transpose(-1, -2)) * decay
-    grown = total.exp()[..., None]
+    grown = total.exp()[..., None].to(k.dtype)
 
     s = wide(state.state[slots[:, 0]])
     s.masked_fill_((folded == 0)[:, :, None, None], 0)
@@ -206,7 +207,8 @@ def _advance(s: Tensor, k: Tensor, delta: Tensor, total: Tensor, rows: Tensor) -
     weight = (last - total).masked_fill(
         torch.arange(total.shape[-1]) >= rows[:, :, None], float("-inf")
     )
-    return last.exp()[..., None] * s + (k * weight.exp()[..., None]).transpose(-1, -2) @ delta
+    kept, weight = last.exp()[..., None].to(s.dtype), weight.exp()[..., None].to(s.dtype)
+    return kept * s + (k * weight).transpose(-1, -2) @ delta
 
 
 def _as(mask: Tensor, like: Tensor) -> Tensor:

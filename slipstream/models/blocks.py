@@ -51,25 +51,66 @@ class Loader:
         self.sizes.append(made.nbytes)
         return made
 
-    def need(self, key: str, kind: type = int) -> Any:
-        """A value of config.json.
+    def need(self, key: str) -> int:
+        """A count of config.json, 1 or more.
 
         Raises:
-            CheckpointError: it is missing or of another type.
+            CheckpointError: it is missing or no such number.
         """
-        value: Any = self.checkpoint.config.get(key)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise CheckpointError(
-                f"config.json of {self.checkpoint.path} has {key} = {value!r} where a"
-                f" {kind.__name__} is needed: take the config that came with these weights"
-            )
-        if isinstance(value, int) and value <= 0:
-            raise CheckpointError(
-                f"config.json of {self.checkpoint.path} has {key} = {value}: it must be above 0"
-            )
+        value = self.checkpoint.config.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._wrong(key, value, "a whole number above 0")
         return value
+
+    def count(self, key: str, default: int) -> int:
+        """A count that config.json may leave out."""
+        return default if self.checkpoint.config.get(key) is None else self.need(key)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.checkpoint.config.get(key, default)
+        return positive(value, key, self.checkpoint)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A yes or no that config.json may leave out."""
+        value = self.checkpoint.config.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def only(self, key: str, value: object) -> None:
+        """A setting that this version computes in one way only.
+
+        Raises:
+            CheckpointError: config.json asks for another.
+        """
+        asked = self.checkpoint.config.get(key)
+        if asked is not None and asked != value:
+            raise CheckpointError(
+                f"config.json of {self.checkpoint.path} has {key} = {asked!r}, which this version"
+                f" does not compute: only {value!r} works"
+            )
+
+    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+        return CheckpointError(
+            f"config.json of {self.checkpoint.path} has {key} = {value!r} where {wanted} is"
+            " needed: take the config that came with these weights"
+        )
+
+
+def positive(value: object, key: str, checkpoint: Checkpoint) -> float:
+    """A number of config.json that must be finite and above 0.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
+        raise CheckpointError(
+            f"config.json of {checkpoint.path} has {key} = {value!r} where a number above 0 is"
+            " needed: take the config that came with these weights"
+        )
+    return float(value)  # type: ignore[arg-type]
 
 
 class Outline(Loader):
@@ -86,30 +127,51 @@ class Outline(Loader):
         return made
 
 
-def rope_frequencies(config: dict[str, Any], head_dim: int, wide: torch.dtype) -> Tensor:
+def rope_frequencies(load: Loader, head_dim: int, share: float = 1.0) -> Tensor:
     """Inverse frequencies [rotated/2] by the config's rope settings.
 
     Types: default (Su et al. 2021), linear, and llama3 (long wavelengths divided by `factor`,
     short ones kept, a linear blend between). Angles of text are the same under mrope.
 
+    Args:
+        share: of the head that rotates, if the config does not say.
+
     Raises:
-        CheckpointError: another type.
+        CheckpointError: another type, or a value that is missing or impossible.
     """
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    config = load.checkpoint.config
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        part = config.get(key)
+        if part is not None and not isinstance(part, dict):
+            raise CheckpointError(
+                f"config.json of {load.checkpoint.path} has {key} = {part!r} where an object is"
+                " needed: take the config that came with these weights"
+            )
+        rope |= part or {}
+
+    def value(key: str, default: object = None) -> float:
+        return positive(rope.get(key, config.get(key, default)), key, load.checkpoint)
+
     kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    rotated = int(head_dim * share)
-    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
-    inverse = 1.0 / theta**exponent
-    if kind == "linear":
-        inverse = inverse / float(rope["factor"])
-    elif kind == "llama3":
-        factor, low, high = (
-            float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor")
+    rotated = int(head_dim * value("partial_rotary_factor", share))
+    if not 2 <= rotated <= head_dim:
+        raise CheckpointError(
+            f"config.json of {load.checkpoint.path} rotates {rotated} of {head_dim} dimensions:"
+            " partial_rotary_factor must lie between 0 and 1"
         )
-        original = float(rope["original_max_position_embeddings"])
-        turns = original * inverse / (2 * math.pi)
+    exponent = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
+    inverse = 1.0 / value("rope_theta", 10000.0) ** exponent
+    if kind == "linear":
+        inverse = inverse / value("factor")
+    elif kind == "llama3":
+        factor, low, high = (value(k) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        if low >= high:
+            raise CheckpointError(
+                f"config.json of {load.checkpoint.path} has low_freq_factor {low} and"
+                f" high_freq_factor {high}: the first must be below the second"
+            )
+        turns = value("original_max_position_embeddings") * inverse / (2 * math.pi)
         blend = ((turns - low) / (high - low)).clamp(0, 1)
         inverse = inverse * blend + inverse / factor * (1 - blend)
     elif kind not in ("default", "mrope"):
@@ -117,7 +179,7 @@ def rope_frequencies(config: dict[str, Any], head_dim: int, wide: torch.dtype) -
             f"config.json asks for rope type {kind!r}, which this version does not compute"
             " (it has default, linear and llama3): remove it to run within the original context"
         )
-    return inverse.to(wide)
+    return inverse.to(load.wide).to(load.device)
 
 
 Rotation = tuple[Tensor, Tensor]  # `kernels.angles` of a step
@@ -127,6 +189,8 @@ class Mlp:
     """down(silu(gate x) * up x)."""
 
     def __init__(self, load: Loader, prefix: str, hidden: int, inner: int) -> None:
+        load.only("hidden_act", "silu")
+        load.only("mlp_bias", False)
         self.gate_up = load.linear([f"{prefix}.gate_proj", f"{prefix}.up_proj"], 2 * inner, hidden)
         self.down = load.linear([f"{prefix}.down_proj"], hidden, inner)
 
@@ -155,6 +219,7 @@ class Attention:
         gated: bool = False,
         normed: bool = False,
     ) -> None:
+        load.only("attention_bias", False)
         if heads % kv_heads:
             raise CheckpointError(
                 f"config.json has {heads} attention heads over {kv_heads} key-value heads:"

@@ -15,7 +15,7 @@ class Head:
         self.vocab: int = load.need("vocab_size")
         self.hidden_size: int = load.need("hidden_size")
         self.table = load.linear(["model.embed_tokens"], self.vocab, self.hidden_size)
-        tied = bool(load.checkpoint.config.get("tie_word_embeddings", False))
+        tied = load.flag("tie_word_embeddings", False)
         if tied:
             # Some exports store the tied head a second time.
             load.checkpoint.skip([n for n in load.checkpoint.names() if n.startswith("lm_head.")])

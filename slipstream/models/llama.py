@@ -5,22 +5,18 @@ from __future__ import annotations
 from slipstream.models.blocks import Attention, Loader, Mlp, rope_frequencies
 from slipstream.models.decoder import Decoder, Layer
 from slipstream.models.head import Head
-from slipstream.weights.reader import CheckpointError
 
 
 def llama(load: Loader) -> Decoder:
     """Attention and SwiGLU layers (Touvron et al. 2023)."""
-    config = load.checkpoint.config
     hidden, inner = load.need("hidden_size"), load.need("intermediate_size")
     heads = load.need("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    eps = load.need("rms_norm_eps", float)
-    if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"config.json has hidden_act {config['hidden_act']!r}; this family is computed with"
-            " silu only"
-        )
+    kv_heads = load.count("num_key_value_heads", heads)
+    head_dim = load.count("head_dim", max(1, hidden // heads))
+    eps = load.number("rms_norm_eps")
+    # Cousins of the family that share its name for the type.
+    for key in ("sliding_window", "attention_multiplier", "residual_multiplier"):
+        load.only(key, None)
     head = Head(load)
     layers = []
     for i in range(load.need("num_hidden_layers")):
@@ -50,6 +46,6 @@ def llama(load: Loader) -> Decoder:
         layers,
         load.vector("model.norm.weight", (hidden,)),
         eps=eps,
-        inv_freq=rope_frequencies(config, head_dim, load.wide).to(load.device),
+        inv_freq=rope_frequencies(load, head_dim),
         context=load.need("max_position_embeddings"),
     )

@@ -61,9 +61,9 @@ class GatedDeltaNet:
 
 def qwen35(load: Loader) -> Decoder:
     """The text model of `qwen3_5` checkpoints."""
-    checkpoint, config = load.checkpoint, load.checkpoint.config
+    checkpoint = load.checkpoint
     hidden, inner = load.need("hidden_size"), load.need("intermediate_size")
-    head_dim, eps = load.need("head_dim"), load.need("rms_norm_eps", float)
+    head_dim, eps = load.need("head_dim"), load.number("rms_norm_eps")
     head = Head(load)
     layers = []
     for i, kind in enumerate(_kinds(load)):
@@ -82,7 +82,7 @@ def qwen35(load: Loader) -> Decoder:
                 kv_heads=load.need("num_key_value_heads"),
                 head_dim=head_dim,
                 eps=eps,
-                gated=config.get("attn_output_gate", True),
+                gated=load.flag("attn_output_gate", True),
                 normed=True,
             )
         else:
@@ -90,13 +90,12 @@ def qwen35(load: Loader) -> Decoder:
         layers.append(Layer(before, mixer, after, Mlp(load, f"{prefix}.mlp", hidden, inner)))
     # The MTP head drafts; the text model does not read it.
     checkpoint.skip([n for n in checkpoint.names() if n.startswith("mtp.")])
-    rope = {"partial_rotary_factor": 0.25, **config}
     return Decoder(
         head,
         layers,
         load.vector("model.norm.weight", (hidden,), 1.0),
         eps=eps,
-        inv_freq=rope_frequencies(rope, head_dim, load.wide).to(load.device),
+        inv_freq=rope_frequencies(load, head_dim, share=0.25),
         context=load.need("max_position_embeddings"),
     )
 
@@ -112,9 +111,10 @@ def _kinds(load: Loader) -> list[str]:
     if kinds is None:
         every = load.need("full_attention_interval")
         return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    if len(kinds) != layers or set(kinds) - {"full_attention", "linear_attention"}:
+    known = ("full_attention", "linear_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
         raise CheckpointError(
-            f"config.json lists {len(kinds)} layer_types of kinds {sorted(set(kinds))} for"
-            f" {layers} layers: one of linear_attention or full_attention is needed for each"
+            f"config.json of {load.checkpoint.path} has layer_types {kinds!r} for {layers} layers:"
+            f" one of {' or '.join(known)} is needed for each"
         )
     return list(kinds)

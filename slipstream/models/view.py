@@ -21,7 +21,3 @@ class CacheView(Protocol):
     def gdn(self, layer: int) -> GdnState:
         """State and rings of a layer declared by `stores.gated_delta`."""
         ...
-
-    def field(self, layer: int, name: str) -> Tensor:
-        """One tensor of a layer declared as `PerSlot`: [slots, ...] or [slots, ring, ...]."""
-        ...
