@@ -31,13 +31,14 @@ from fake import ByteText, FakeEngine
 from slipstream.__main__ import main
 from slipstream.server import local, text
 
-def load(config):
+def load(config, announce):
+    announce("the plan")
     print("loading", config.model, config.limits.seqs, flush=True)
     engine = FakeEngine(answer=lambda request: "x" * 1000, block=5, pace=0.02)
     def close():
         engine.close()
         print("closed", engine.about().running, len(engine.aborted), flush=True)
-    return local.Loaded(engine, ByteText(), None, "the plan", close)
+    return local.Loaded(engine, ByteText(), None, close)
 
 local.load = load
 text.CheckpointText = lambda tokenizer, template: tokenizer
@@ -114,7 +115,7 @@ def served() -> Iterator[Any]:
 
 def test_start_and_graceful_end(served: Any) -> None:
     one = served("--model", "smollm2", "--limits-seqs", "3", "--log-level", "info")
-    assert one.lines[:2] == ["loading smollm2 3", "the plan"]
+    assert one.lines[:2] == ["the plan", "loading smollm2 3"]
     assert one.lines[2] == f"serving smollm2 at {one.url}"
     thread, text = one.begin(tokens=200)  # takes 0.8 s more
     one.process.send_signal(signal.SIGTERM)
@@ -164,7 +165,7 @@ def test_a_second_signal_hurries(served: Any, tmp_path: Path) -> None:
 def test_addresses_that_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def load(config: Any) -> None:
+    def load(config: Any, announce: Any) -> None:
         raise AssertionError("a wrong address is known before minutes of loading")
 
     monkeypatch.setattr(local, "load", load)
