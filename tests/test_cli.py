@@ -79,7 +79,9 @@ class Calls:
         self.prompt, self.params = prompt, params
         logprobs = [TokenLogprob(104, -0.5, ((104, -0.5), (105, -1.0)))]
         completion = Completion("hé\nlo", [104], logprobs=logprobs if params.logprobs else None)
-        spec = Speculation(steps=2, tokens=5, drafted=4, accepted=3, accepted_by_source={"lookup": 3})
+        spec = Speculation(
+            steps=2, tokens=5, drafted=4, accepted=3, accepted_by_source={"lookup": 3}
+        )
         return Output([completion], Usage(9, 5, 2), Timing(0.0, 0.5, 2.5), spec)
 
 

@@ -15,6 +15,7 @@ from slipstream.kernels import reference
 from slipstream.kernels.reference import wide
 from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Packed, PagedKV, SpanRows
 
+_SLICE = 128  # rows of a chunk whose attention mask exists at the same time
 _FEW = 64  # rows up to which W @ x.T is the faster product
 
 
@@ -70,14 +71,17 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
             )[0]  # fmt: skip
             out[rows] = y.transpose(0, 1)
             continue
-        # [H, n*group, D]: the query heads of one KV head become rows, so nothing is repeated.
-        x = q[rows].unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
-        mask = None
-        if span.length > 1:
-            seen = torch.arange(end) <= batch.positions[rows, None]
-            mask = seen.repeat_interleave(group, 0)
-        y = F.scaled_dot_product_attention(x[None], k[None], v[None], mask, scale=scale)[0]
-        out[rows] = y.unflatten(1, (span.length, group)).permute(1, 0, 2, 3).flatten(1, 2)
+        for begin in range(rows.start, rows.stop, _SLICE):
+            part = slice(begin, min(begin + _SLICE, rows.stop))
+            # [H, n*group, D]: the query heads of one KV head become rows, so nothing is repeated.
+            x = q[part].unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
+            mask = None
+            if span.length > 1:
+                seen = torch.arange(end) <= batch.positions[part, None]
+                mask = seen.repeat_interleave(group, 0)
+            y = F.scaled_dot_product_attention(x[None], k[None], v[None], mask, scale=scale)[0]
+            y = y.unflatten(1, (part.stop - begin, group)).permute(1, 0, 2, 3)
+            out[part] = y.flatten(1, 2)
     return out
 
 
