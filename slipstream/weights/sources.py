@@ -160,7 +160,7 @@ def _demo() -> Path:
     path = Path(str(importlib.resources.files("slipstream"))) / "demo"
     if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
         raise CheckpointError(
-            "this installation has no demo model: reinstall slipstream-llm from a wheel, or use smollm2"
+            "this version ships no demo model: use smollm2, or make one with tools/train_demo"
         )
     return path
 

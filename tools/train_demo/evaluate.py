@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.train_demo import batches, drafters, instruct, model, train
-from tools.train_demo.decode import Decoder, cached_attention, generate, sample
+from tools.train_demo.decode import Decoder, cached_attention, sample
 from tools.train_demo.drafters import DraftConfig, Drafter
 from tools.train_demo.model import Config, Target, Weights
 
@@ -82,51 +82,67 @@ def copy_prompts(
     return found
 
 
+@torch.no_grad()
+def greedy_copy(
+    weights: Weights, target: Target, prompt: list[int], text: list[int], turn: int, passes: int
+) -> list[int]:
+    """What greedy decoding says after ``prompt``, by checking guesses in whole passes.
+
+    Each pass guesses that the rest of ``text`` follows, keeps what equals the model's own choice and
+    the choice at the first difference; the next guess goes on behind the place in ``text`` that looks
+    like the last words. After ``passes`` passes the rest counts as missing.
+    """
+    device = weights["lm_head.weight"].device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    said: list[int] = []
+    for _ in range(passes):
+        place = min(len(said), len(text))
+        recent = said[-6:]
+        found = [
+            i for i in range(len(recent), len(text) + 1) if text[i - len(recent) : i] == recent
+        ]
+        if recent and found:
+            place = min(found, key=lambda i: abs(i - len(said)))
+        guess = text[place:]
+        row = torch.tensor([[*prompt, *said, *guess]], device=device)
+        hidden, _ = target.forward(weights, row, dtype)
+        tail = hidden[0, len(prompt) + len(said) - 1 :]
+        choice = (tail @ weights["lm_head.weight"].to(dtype).T).argmax(-1).tolist()
+        same = 0
+        while same < len(guess) and choice[same] == guess[same]:
+            same += 1
+        said += choice[: same + 1]
+        if said[-1] == turn or len(said) > 2 * len(text):
+            break
+    return said[: said.index(turn)] if turn in said else said
+
+
 def copying(
     weights: Weights,
     cfg: Config,
     maker: batches.Maker,
     per: int = 8,
     sizes: tuple[int, ...] = (500, 1000, 2000, 4000),
+    passes: int = 24,
 ) -> dict[str, Any]:
     """Greedy copies of held-out documents: share of tokens right by alignment, by kind and size."""
-    prompts = copy_prompts(maker, per, sizes)
-    device = weights["lm_head.weight"].device
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     turn = maker.tokenizer.token_to_id("<|im_end|>")
-    result: dict[str, Any] = {}
-    wrong: dict[str, list[int]] = {}
-    for size in sizes:
-        part = [
-            p
-            for p in prompts
-            if len(p[2]) <= size and len(p[2]) > (max([0, *(s for s in sizes if s < size)]))
-        ]
-        if not part:
-            continue
-        length = max(len(p[1]) + len(p[2]) for p in part) + 64
-        decoder = Decoder(weights, cfg, len(part), length, dtype)
-        rows = generate(decoder, [p[1] for p in part], length).tolist()
-        for (kind, prompt, text), row in zip(part, rows, strict=True):
-            said = row[len(prompt) :]
-            said = said[: said.index(turn)] if turn in said else said
-            distance = edit_distance(text, said)
-            for key in (f"{kind}_{size}", kind, "all"):
-                wrong.setdefault(key, [0, 0, 0, 0])
-                entry = wrong[key]
-                entry[0] += distance
-                entry[1] += len(text)
-                entry[2] += distance == 0
-                entry[3] += 1
-        del decoder
-    for key, (distance, total, exact, count) in wrong.items():
-        result[key] = {
-            "share_right": 1 - distance / total,
-            "tokens": total,
-            "documents": count,
-            "without_error": exact,
-        }
-    return result
+    target = Target(cfg)
+    sums: dict[str, list[int]] = {}
+    for kind, prompt, text in copy_prompts(maker, per, sizes):
+        said = greedy_copy(weights, target, prompt, text, turn, passes)
+        distance = edit_distance(text, said)
+        size = next(s for s in sizes if len(text) <= s)
+        print(f"copy {kind} {len(text)} tokens, {distance} wrong", flush=True)
+        for key in (f"{kind}_{size}", kind, "all"):
+            entry = sums.setdefault(key, [0, 0, 0, 0])
+            for i, value in enumerate((distance, len(text), int(distance == 0), 1)):
+                entry[i] += value
+    names = ("wrong", "tokens", "without_error", "documents")
+    return {
+        key: {"share_right": 1 - entry[0] / entry[1], **dict(zip(names, entry, strict=True))}
+        for key, entry in sums.items()
+    }
 
 
 class Proposer(Protocol):
@@ -280,32 +296,53 @@ class DflashProposer:
         return torch.stack(drafts, 1), torch.stack(shares, 1)
 
 
+class Prefilled(NamedTuple):
+    """Prompt length, the last row's logits, hidden and taps, and the recurrent state behind it."""
+
+    length: int
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor
+    state: tuple[Tensor, Tensor]
+
+
+@torch.no_grad()
+def prefill(decoder: Decoder, proposers: list[Proposer], prompts: Tensor) -> Prefilled:
+    """Feeds prompts ``[B, P]`` to the target and all but their last rows to the drafters."""
+    batch, size = prompts.shape
+    decoder.reset()
+    zero = torch.zeros(batch, dtype=torch.long, device=prompts.device)
+    for t in range(size - 1):
+        _, hidden, taps = decoder.step(prompts[:, t], zero + t)
+        for proposer in proposers:
+            proposer.observe(prompts[:, t + 1], hidden, taps, zero + t)
+            proposer.settle(zero)
+    logits, hidden, taps = decoder.step(prompts[:, -1], zero + size - 1)
+    return Prefilled(size, logits.clone(), hidden.clone(), taps.clone(), decoder.snapshot())
+
+
 @torch.no_grad()
 def speculate(
     decoder: Decoder,
     proposer: Proposer,
-    prompts: Tensor,
+    start: Prefilled,
     steps: int,
     heat: float,
     ends: tuple[int, ...],
 ) -> dict[str, Any]:
     """Speculative decoding by rejection sampling (greedy: by equality), counting what is accepted.
 
-    prompts ``[B, P]``. Counting of a sequence stops at its first end token. Returns tokens per step and,
+    Counting of a sequence stops at its first end token. Returns tokens per step and,
     for each draft position, how often it was accepted of all steps and of the steps that reached it.
     """
-    batch, size = prompts.shape
-    device = prompts.device
-    decoder.reset()
+    batch, device = len(start.logits), start.logits.device
     rows = torch.arange(batch, device=device)
     zero = torch.zeros(batch, dtype=torch.long, device=device)
-    anchor = zero
-    for t in range(size):
-        logits, hidden, taps = decoder.step(prompts[:, t], zero + t)
-        anchor = prompts[:, t + 1] if t + 1 < size else sample(logits, heat)
-        proposer.observe(anchor, hidden, taps, zero + t)
-        proposer.settle(zero)
-    pos = zero + size
+    decoder.restore([start.state], zero)
+    anchor = sample(start.logits, heat)
+    pos = zero + start.length
+    proposer.observe(anchor, start.hidden, start.taps, pos - 1)
+    proposer.settle(zero)
     alive = torch.ones(batch, dtype=torch.bool, device=device)
     counts = torch.zeros(proposer.count + 1, device=device)
     for _ in range(steps):
@@ -394,22 +431,22 @@ def drafting(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ends = tuple(maker.tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>"))
     result: dict[str, Any] = {}
-    size = 512
+    size = 384
     context = size + steps * dcfg.block_size + 16
     decoder = Decoder(weights, cfg, count, context, dtype, dcfg.target_layer_ids)
     for kind in ("docs", "code", "chat"):
         prompts = draft_prompts(maker, kind, count, size).to(device)
+        proposers: dict[str, Proposer] = {
+            "mtp": MtpProposer(mtp, weights, cfg, count, context, dtype),
+            "dflash2": DflashProposer(draft, weights, dcfg, count, context, dtype),
+        }
+        start = prefill(decoder, list(proposers.values()), prompts)
         for heat in (0.0, 0.7):
-            torch.manual_seed(0)
-            for name in ("mtp", "dflash2"):
-                proposer: Proposer = (
-                    MtpProposer(mtp, weights, cfg, count, context, dtype)
-                    if name == "mtp"
-                    else DflashProposer(draft, weights, dcfg, count, context, dtype)
-                )
-                result[f"{name}_{kind}_{'greedy' if heat == 0 else heat}"] = speculate(
-                    decoder, proposer, prompts, steps, heat, ends
-                )
+            for name, proposer in proposers.items():
+                torch.manual_seed(0)
+                key = f"{name}_{kind}_{'greedy' if heat == 0 else heat}"
+                result[key] = speculate(decoder, proposer, start, steps, heat, ends)
+                print(key, json.dumps(result[key]), flush=True)
     return result
 
 
