@@ -20,6 +20,9 @@ def main(args: list[str] | None = None) -> None:
         args: arguments after the program's name; None: the process's own.
     """
     args = sys.argv[1:] if args is None else args
+    # A closed stream is None to Python; what is written there is meant to be lost.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     debug = "--debug" in args
     # Threads that wait for each other by spinning stop all progress when another program wants
     # the cores: on two busy cores decoding fell from 4 to 0.6 tokens a second. OpenMP reads this

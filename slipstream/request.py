@@ -15,6 +15,24 @@ class RequestError(ValueError):
     """A request that cannot be served as it stands; the text says what to change."""
 
 
+_NUMBERS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs"), int
+    ),
+    **dict.fromkeys(
+        (
+            "temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ),
+        (int, float),
+    ),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one completion is sampled.
@@ -51,6 +69,11 @@ class SamplingParams:
         def need(ok: bool, text: str) -> None:
             if not ok:
                 raise RequestError(text)
+
+        for name, kinds in _NUMBERS.items():
+            value = getattr(self, name)
+            good = value is None or (isinstance(value, kinds) and not isinstance(value, bool))
+            need(good, f"{name} is {value!r}: give a number")
 
         need(
             self.max_tokens is None or self.max_tokens >= 1,

@@ -348,6 +348,12 @@ def test_a_branching_point_is_remembered(model: Any) -> None:
     assert cached == [0, 0, PAGE * 2]
 
 
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "top_p", "n"])
+def test_parameters_of_another_type_are_named(name: str) -> None:
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**{name: "x"})  # type: ignore[arg-type]
+
+
 def test_defaults_come_from_generation_config() -> None:
     assert generation_defaults({}).temperature == 0
     assert generation_defaults({"do_sample": False, "temperature": 0.7}).temperature == 0

@@ -6,6 +6,8 @@ import datetime
 import json
 import lzma
 import sys
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from slipstream.request import RequestError
 from slipstream.text.stop import StopStrings
 from slipstream.text.template import Template, TemplateError, normalize
 from slipstream.text.tokenizer import _BYTE_OF, PROBE, Incremental, Tokenizer, TokenizerError
@@ -637,3 +640,20 @@ def test_no_more_is_held_back_than_could_begin_a_stop() -> None:
     assert StopStrings([]).feed("any") == ("any", None)
     with pytest.raises(ValueError, match="empty stop string"):
         StopStrings(["a", ""])
+
+
+def test_a_lone_surrogate_is_named() -> None:
+    tokenizer = Tokenizer.from_directory(Path(__file__).parent.parent / "slipstream" / "demo")
+    with pytest.raises(RequestError, match="character 1 of the text is a lone surrogate"):
+        tokenizer.encode("a\udcff")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = Tokenizer.from_directory(Path(__file__).parent.parent / "slipstream" / "demo")
+    worker = threading.Thread(target=lambda: tokenizer.encode("ab " * 300_000))
+    worker.start()
+    ticks = 0
+    while worker.is_alive():
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 50, ticks

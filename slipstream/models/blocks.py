@@ -58,8 +58,9 @@ class Loader:
             CheckpointError: it is missing or no such number.
         """
         value = self.checkpoint.config.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(key, value, "a whole number above 0")
+        most = 10_000 if key == "num_hidden_layers" else 2**31
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self._wrong(key, value, f"a whole number from 1 to {most}")
         return value
 
     def count(self, key: str, default: int) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+JSON_LIMIT = 2**28  # bytes of a config or an index
 HEADER_LIMIT = 100_000_000  # bytes; the limit of the format's own reader
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -233,6 +234,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: not readable, not JSON, or not an object.
     """
     try:
+        size = path.stat().st_size
+        if not path.is_file() or size > JSON_LIMIT:
+            raise CheckpointError(
+                f"{path} has {size} bytes and is no JSON file of a checkpoint: download it again"
+            )
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
@@ -414,6 +420,8 @@ def read_header(file: Path) -> list[tuple[str, Entry]]:
 
     try:
         size = file.stat().st_size
+        if not file.is_file():  # a pipe would be waited for without end
+            raise CheckpointError(f"{file} is no regular file: copy the weights there")
         with file.open("rb") as f:
             prefix = f.read(8)
             if len(prefix) < 8:
