@@ -25,9 +25,9 @@ def main(args: list[str] | None = None) -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     debug = "--debug" in args
     # Threads that wait for each other by spinning stop all progress when another program wants
-    # the cores: on two busy cores decoding fell from 4 to 0.6 tokens a second. OpenMP reads this
-    # when torch is loaded, which is later.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # the cores, and threads that sleep at once are late every time: spin shortly, then sleep.
+    # GNU OpenMP reads this when torch is loaded, which is later.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         from typer.main import get_command
 
