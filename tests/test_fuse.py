@@ -21,8 +21,9 @@ from laws import (
     target_law,
 )
 
-from slipstream.draft.fuse import Fuse, empty
+from slipstream.draft.fuse import Fuse
 from slipstream.draft.lookup import Lookup
+from slipstream.draft.table import empty
 from slipstream.engine.lengths import choose
 from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
 from slipstream.models.stores import Store
@@ -48,7 +49,12 @@ class Fixed:
         self.heard = 0
         self.resets: list[int] = []
 
-    def reset(self, slot: int) -> None:
+    reach = 0
+
+    def bind(self, cache: object, first: int) -> None:
+        pass
+
+    def reset(self, slot: int, scope: str = "") -> None:
         self.resets.append(slot)
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

@@ -165,7 +165,7 @@ def test_attend_equals_its_definition(contiguous: bool) -> None:
     for slot, n in lengths.items():
         batch = make_batch([(slot, 0, n, True, 0)], table)
         k, v = torch.randn(2, n, kv_heads, dim, generator=g, dtype=torch.float64)
-        kernels.store_kv(k, v, kv, batch)
+        kernels.store_kv(k, v, kv, batch.places)
     batch = make_batch([(1, 0, 1, False, 0), (2, 113, 16, False, 0), (3, 128, 172, True, 0)], table)
     if contiguous:
         runs = tuple(s._replace(run=int(table[s.slot, 0])) for s in batch.spans[:2])

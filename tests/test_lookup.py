@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws import one_batch
 
-from slipstream.draft.fuse import empty
 from slipstream.draft.lookup import Lookup, suffix_match
+from slipstream.draft.table import empty
 from slipstream.kernels.types import Draft, SpanRows, Verdict
 
 LEVELS = (1, 2, 3, 5)

@@ -38,7 +38,12 @@ class Oracle:
         self.names = (name,)
         self.random = random.Random(seed)
 
-    def reset(self, slot: int) -> None:
+    reach = 0
+
+    def bind(self, cache: object, first: int) -> None:
+        pass
+
+    def reset(self, slot: int, scope: str = "") -> None:
         pass
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.config import Config, ConfigError, override
-from slipstream.kernels.types import Batch, Dense, Draft, Hidden, Verdict
+from slipstream.draft.table import Rule, put_points
+from slipstream.kernels.types import Batch, Dense, Draft, Verdict
 from slipstream.llm import LLM, RequestOutput
-from slipstream.models.stores import Store
 from slipstream.request import SamplingParams
 from slipstream.weights.linear import Linear
 from slipstream.weights.sources import resolve
@@ -69,34 +69,22 @@ class SpeedTable:
         return "\n".join(lines)
 
 
-class Replay:
+class Replay(Rule):
     """Drafts the continuation of a known text."""
 
-    stores: tuple[Store, ...] = ()
-    taps: tuple[int, ...] = ()
-    width = 1
     names: tuple[str, ...] = ("replay",)
 
-    def __init__(self, history: Tensor, length: Tensor, k: int) -> None:
-        self.history, self.length, self.max_len = history, length, k
+    def __init__(self, length: Tensor, k: int) -> None:
+        self.length, self.max_len = length, k
         self.text: list[int] = []
 
-    def reset(self, slot: int) -> None:
-        pass
-
-    def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
-        pass
-
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
+        slots, drafts = [], []
         for b, span in enumerate(batch.spans):
             at = int(self.length[span.slot])
-            draft = self.text[at : at + self.max_len] if int(verdict.added[b]) else []
-            count = len(draft)
-            out.count[span.slot] = count
-            out.tokens[span.slot, :count] = torch.tensor(draft, dtype=torch.int64)
-            out.q_ids[span.slot, :count, 0] = out.tokens[span.slot, :count]
-            out.q_prob[span.slot, :count, 0] = 1.0
-            out.score[span.slot, :count] = 1.0
+            slots.append(span.slot)
+            drafts.append(self.text[at : at + self.max_len] if int(verdict.added[b]) else [])
+        put_points(out, slots, drafts, [[1.0] * len(d) for d in drafts])
 
 
 def measure(
@@ -116,7 +104,7 @@ def measure(
     long = (short * (512 // len(short) + 1))[:512]
     plain = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, speculate=False)
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, speculate=False)
-    replay = Replay(llm.engine.inputs.history, llm.engine.inputs.length, llm.engine.limits.drafts)
+    replay = Replay(llm.engine.inputs.length, llm.engine.limits.drafts)
     theirs = _transformers(llm) if peer else None
     warm = llm.generate(short, plain)[0]
     replay.text = short + warm.completions[0].token_ids

@@ -17,12 +17,12 @@ from torch import Tensor
 from slipstream import models
 from slipstream.bench.machine import copy_bandwidth
 from slipstream.config import Config, ConfigError, override
+from slipstream.draft.table import Rule
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs
 from slipstream.engine.cache import page_bytes
 from slipstream.engine.engine import Engine, assemble
-from slipstream.kernels.types import FOLD, PAGE, Batch, Draft, Hidden, Verdict
-from slipstream.models.stores import Store
+from slipstream.kernels.types import FOLD, PAGE, Batch, Draft, Verdict
 from slipstream.request import Request, SamplingParams
 from slipstream.weights.sources import open_checkpoint, resolve
 
@@ -68,22 +68,13 @@ class StepTable:
         return "\n".join(lines)
 
 
-class Fixed:
+class Fixed(Rule):
     """Proposes the same number of arbitrary tokens each step; nearly all fall."""
 
-    stores: tuple[Store, ...] = ()
-    taps: tuple[int, ...] = ()
-    width = 1
     names: tuple[str, ...] = ("fixed",)
 
     def __init__(self, length: Tensor, k: int, vocab: int) -> None:
         self.length, self.max_len, self.count, self.vocab = length, k, k, vocab
-
-    def reset(self, slot: int) -> None:
-        pass
-
-    def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
-        pass
 
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
         slots = batch.slots

@@ -15,8 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.draft.table import empty
 from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
 from slipstream.models.stores import Store
+from slipstream.models.view import CacheView
 
 
 class Child(Protocol):
@@ -27,8 +29,10 @@ class Child(Protocol):
     max_len: int
     width: int
     names: tuple[str, ...]
+    reach: int
 
-    def reset(self, slot: int) -> None: ...
+    def bind(self, cache: CacheView, first: int) -> None: ...
+    def reset(self, slot: int, scope: str = "") -> None: ...
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None: ...
 
@@ -77,6 +81,7 @@ class Fuse:
         self.max_len = max(c.max_len for c in children)
         self.width = max(c.width for c in children)
         self.names: tuple[str, ...] = tuple(n for c in children for n in c.names)
+        self.reach = max(c.reach for c in children)
         if tail is not None and tail_source not in self.names:
             raise ValueError(f"the tail's name {tail_source!r} is not among {self.names}")
         self._children = children
@@ -89,15 +94,29 @@ class Fuse:
             first.append(first[-1] + len(child.names))
         self._first = torch.tensor(first[:-1], dtype=torch.int64, device=device)
 
-    def reset(self, slot: int) -> None:
+    def bind(self, cache: CacheView, first: int) -> None:
+        """The children's stores follow one another in the cache."""
+        for child in self._children:
+            child.bind(cache, first)
+            first += len(child.stores)
+
+    def reset(self, slot: int, scope: str = "") -> None:
         """The slot belongs to another sequence from now on."""
         for child in self._children:
-            child.reset(slot)
+            child.reset(slot, scope)
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
-        """Every child hears of every step, whoever drafted."""
+        """Every child hears of every step, whoever drafted, and sees its own taps."""
         for child in self._children:
-            child.observe(batch, hidden, verdict)
+            child.observe(batch, self._view(hidden, child.taps), verdict)
+
+    def _view(self, hidden: Hidden, taps: tuple[int, ...]) -> Hidden:
+        if hidden is None or hidden.taps is None or taps == self.taps:
+            return hidden
+        if not taps:
+            return hidden._replace(taps=None)
+        parts = hidden.taps.unflatten(-1, (len(self.taps), -1))
+        return hidden._replace(taps=parts[:, [self.taps.index(t) for t in taps]].flatten(1))
 
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
         """Let every child draft, and copy one block per slot to ``out``."""
@@ -143,16 +162,3 @@ class Fuse:
             out.score[slot, count:stop] = torch.tensor(scores, dtype=out.score.dtype)
             out.source[slot, count:stop] = self._tail_source
             out.count[slot] = stop
-
-
-def empty(slots: int, k: int, s: int, device: torch.device | str = "cpu") -> Draft:
-    """Draft tables of ``slots`` rows without any draft; k positions, lists of s entries."""
-    integer = torch.int64
-    return Draft(
-        tokens=torch.zeros(slots, k, dtype=integer, device=device),
-        count=torch.zeros(slots, dtype=integer, device=device),
-        q_ids=torch.zeros(slots, k, s, dtype=integer, device=device),
-        q_prob=torch.zeros(slots, k, s, device=device),
-        score=torch.zeros(slots, k, device=device),
-        source=torch.zeros(slots, k, dtype=integer, device=device),
-    )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from slipstream.draft.table import Rule, put_points
 from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
-from slipstream.models.stores import Store
 
 LEVELS = (2, 3, 4, 6, 8, 12, 16)
 _STEP = 0.08  # weight of one more draft in the running acceptance
@@ -71,7 +71,7 @@ class _Text:
         self.level = 0  # index of the level `draft` came from
 
 
-class Lookup:
+class Lookup(Rule):
     """The drafter. Work per step does not grow with the text: one dictionary per level.
 
     Only tokens of the history enter the index, so nothing is ever taken back.
@@ -88,9 +88,6 @@ class Lookup:
         ValueError: ``levels`` is empty, or not ascending from 1.
     """
 
-    stores: tuple[Store, ...] = ()
-    taps: tuple[int, ...] = ()
-    width = 1
     names: tuple[str, ...] = ("lookup",)
 
     def __init__(
@@ -104,7 +101,7 @@ class Lookup:
         self._length = length
         self._texts: dict[int, _Text] = {}
 
-    def reset(self, slot: int) -> None:
+    def reset(self, slot: int, scope: str = "") -> None:
         """The slot belongs to another sequence from now on."""
         self._texts.pop(slot, None)
 
@@ -124,30 +121,13 @@ class Lookup:
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
         """Draft for every span that decided a token; the other slots get none."""
         added = verdict.added.tolist()
-        slots, k = [span.slot for span in batch.spans], self.max_len
-        tokens, counts, scores = [], [], []
-        for b, slot in enumerate(slots):
-            draft, score = self._next(slot) if added[b] else ([], 0.0)
-            counts.append(len(draft))
-            tokens.append(draft + [0] * (k - len(draft)))
-            scores.append([score] * len(draft) + [0.0] * (k - len(draft)))
-        if not slots:
-            return
-        device = out.tokens.device
-        where = torch.tensor(slots, device=device)
-        ids = torch.tensor(tokens, dtype=torch.int64, device=device).view(-1, k)
-        count = torch.tensor(counts, dtype=torch.int64, device=device)
-        out.tokens[where, :k] = ids
-        out.count[where] = count
-        out.q_ids[where] = 0
-        out.q_prob[where] = 0.0
-        out.q_ids[where, :k, 0] = ids
-        exists = torch.arange(k, device=device) < count[:, None]
-        out.q_prob[where, :k, 0] = exists.to(out.q_prob.dtype)
-        out.score[where, :k] = torch.tensor(scores, dtype=out.score.dtype, device=device).view(
-            -1, k
-        )
-        out.source[where] = 0
+        slots, drafts, scores = [], [], []
+        for b, span in enumerate(batch.spans):
+            draft, score = self._next(span.slot) if added[b] else ([], 0.0)
+            slots.append(span.slot)
+            drafts.append(draft)
+            scores.append([score] * len(draft))
+        put_points(out, slots, drafts, scores)
 
     def extend(self, slot: int, drafts: Sequence[int], k: int) -> tuple[list[int], list[float]]:
         """What would follow the text and ``drafts``; for positions behind another drafter's.

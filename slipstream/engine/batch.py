@@ -103,6 +103,7 @@ class Span(NamedTuple):
     length: int
     drafts: int
     chunk: bool
+    ask: tuple[int, ...] | None = None  # drafts wanted for the next step, by source
 
     @property
     def ready(self) -> bool:
@@ -197,6 +198,8 @@ class Inputs:
                     s.chunk,
                     cache.fold_of[slot],
                     cache.run(slot, s.start + s.length),
+                    s.ready,
+                    s.ask,
                 )
                 for s, slot, row in zip(plan, slots, starts, strict=False)
             ),

@@ -103,6 +103,9 @@ class Cache:
     def gdn(self, layer: int) -> GdnState:
         return GdnState(**self._fields[layer])
 
+    def fields(self, layer: int) -> dict[str, Tensor]:
+        return self._fields[layer]
+
     def tensors(self) -> list[Tensor]:
         """Everything allocated; its addresses never change."""
         rings = [t for fields in self._fields.values() for t in fields.values()]

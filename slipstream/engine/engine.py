@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream import models
 from slipstream.config import Config
-from slipstream.draft.fuse import empty
 from slipstream.draft.lookup import Lookup
+from slipstream.draft.table import empty
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs, Limits, Sequence, Span
 from slipstream.engine.cache import Cache
@@ -168,7 +168,8 @@ class Engine:
         """
         if self.busy or drafter.stores or drafter.taps or drafter.width > self.draft.q_ids.shape[2]:
             raise ValueError("only an idle engine takes another drafter, and one without stores")
-        self.drafter = drafter
+        drafter.bind(self.cache, 0)
+        self.drafter, self.taps = drafter, ()
         self.scheduler.drafting = Drafting(0.0, drafter.names)
 
     # -- the step ---------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class Engine:
             self.inputs.admit(slot, sequence.tokens)
             self.params.set(slot, sequence.params, sequence.prompt, self.ends, sequence.seed)
             if self.drafter:
-                self.drafter.reset(slot)
+                self.drafter.reset(slot, sequence.request.scope)
         self.scheduler.admitted.clear()
 
     def run_target(self, batch: Batch) -> tuple[Hidden, Tensor]:
@@ -386,7 +387,10 @@ def assemble(
         poison=poison,
     )
     stateful = any(isinstance(s, PerSlot) for s in stores)
-    drafting = Drafting(row_cost, drafter.names) if drafter else None
+    drafting = None
+    if drafter:
+        drafter.bind(cache, len(model.stores))
+        drafting = Drafting(row_cost, drafter.names, drafter.reach)
     scheduler = Scheduler(
         limits,
         cache,

@@ -42,18 +42,30 @@ class Drafter(Protocol):
     taps: tuple[int, ...]
     max_len: int
     width: int  # S, entries of its longest list
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # its sources
+    reach: int  # positions past the last known token that it writes to pages
 
-    def reset(self, slot: int) -> None:
-        """The slot belongs to another sequence from now on."""
+    def bind(self, cache: CacheView, first: int) -> None:
+        """Its stores are layers ``first``, ``first + 1``, ... of this cache. Called once."""
+        ...
+
+    def reset(self, slot: int, scope: str = "") -> None:
+        """The slot belongs to another sequence from now on, of this scope."""
         ...
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
-        """Every step, prompt chunks too; also hears of tokens another drafter won."""
+        """Every step, prompt chunks too; also hears of tokens another drafter won.
+
+        ``hidden.taps`` has the drafter's own taps, in its order.
+        """
         ...
 
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
-        """Write the next drafts of the batch's slots into `out`."""
+        """Write the next drafts of the batch's slots into `out`, at most as many as asked for.
+
+        Every field of ``out`` is written for positions below ``out.count``; slots whose span
+        decided nothing get none.
+        """
         ...
 
 

@@ -39,10 +39,17 @@ class Drafting:
 
     row_cost: time of one more row in a step, in one-row steps.
     names: drafters by source number.
+    reach: positions past the last known token that drafting itself writes to pages.
     """
 
     row_cost: float
     names: tuple[str, ...]
+    reach: int = 0
+
+    @property
+    def silence(self) -> tuple[int, ...]:
+        """What is asked for a request that does not speculate."""
+        return (0,) * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +171,15 @@ class Scheduler:
             spare -= known - 1
             length = known + drafts
             if sequence.slot and self._reserve(sequence, sequence.computed + length):
-                plan.append(Span(sequence, sequence.computed, length, drafts, chunk=False))
+                span = Span(sequence, sequence.computed, length, drafts, False, self._ask(sequence))
+                plan.append(span)
         return plan
+
+    def _ask(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """Drafts wanted from each source for the step after the next."""
+        if self.drafting is None or sequence.params.speculate:
+            return None
+        return self.drafting.silence
 
     def _drafts(self, decoding: list[Sequence], spare: int) -> list[int]:
         """Drafts to verify for each sequence, out of `spare` rows in all."""
@@ -213,7 +227,8 @@ class Scheduler:
             length = lengths[id(sequence)]
             end = sequence.computed + length
             if length and sequence.slot and self._reserve(sequence, end):
-                plan.append(Span(sequence, sequence.computed, length, 0, chunk=True))
+                ask = self._ask(sequence)
+                plan.append(Span(sequence, sequence.computed, length, 0, True, ask))
         return plan
 
     @staticmethod
@@ -227,6 +242,8 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, upto: int) -> bool:
         """Pages for a span; takes them from the sequence admitted last if it must."""
+        if self.drafting and upto >= sequence.prompt and sequence.params.speculate:
+            upto = min(upto + self.drafting.reach, self.limits.pages * PAGE)
         while not self.cache.reserve(sequence.slot, upto):
             victim = self.running[-1]
             self._preempt(victim)

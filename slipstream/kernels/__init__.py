@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from slipstream.kernels import cpu, reference
-from slipstream.kernels.types import Batch, GdnState, Packed, PagedKV
+from slipstream.kernels.types import Batch, GdnState, Packed, PagedKV, Ring
 
 _BACKENDS: dict[str, Any] = {"reference": reference, "cpu": cpu}
 _swapped: dict[str, str] = {}  # op name -> backend, for `use` alone
@@ -85,9 +85,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return _op("silu_mul")(gate_up)  # type: ignore[no-any-return]
 
 
-def store_kv(k: Tensor, v: Tensor, kv: PagedKV, batch: Batch) -> None:
-    """Write k, v [T, H, D] of the batch's rows to their places."""
-    _op("store_kv")(k, v, kv, batch)
+def store_kv(k: Tensor, v: Tensor, kv: PagedKV, places: Tensor) -> None:
+    """Write k, v [T, H, D] to places [T] (page * PAGE + offset)."""
+    _op("store_kv")(k, v, kv, places)
 
 
 def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:
@@ -96,6 +96,45 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
     The rows' own keys must be stored already. Query head h reads KV head h // (Hq / H).
     """
     return _op("attend")(q, kv, table, batch, scale)  # type: ignore[no-any-return]
+
+
+def attend_rows(
+    q: Tensor,
+    kv: PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first: int,
+    scale: float,
+) -> Tensor:
+    """One row per slot: q [N, Hq, D] at positions [N] over keys first..position -> [N, Hq, D].
+
+    As `attend`, where only the device knows the positions. A row below ``first`` gives zeros.
+    """
+    return _op("attend_rows")(q, kv, table, slots, positions, first, scale)  # type: ignore[no-any-return]
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Ring | PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    end: Tensor,
+    window: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Blocks q [N, R, Hq, D] over what is committed and over themselves -> [N, R, Hq, D].
+
+    Row r of block n stands at position end[n] + r; its own keys k, v [N, R, H, D] are stored
+    nowhere. It sees committed positions below end[n] and rows of its block, those before it only
+    if ``causal``, and all of them at a distance below ``window`` (0: any distance).
+    """
+    return _op("attend_block")(  # type: ignore[no-any-return]
+        q, k, v, past, table, slots, end, window, causal, scale
+    )
 
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Int4, Packed, PagedKV
+from slipstream.kernels.types import (
+    FOLD,
+    PAGE,
+    Batch,
+    Dense,
+    GdnState,
+    Int4,
+    Packed,
+    PagedKV,
+    Ring,
+)
 
 
 def dequantize(w: Packed) -> Tensor:
@@ -74,25 +84,85 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def store_kv(k: Tensor, v: Tensor, kv: PagedKV, batch: Batch) -> None:
+def store_kv(k: Tensor, v: Tensor, kv: PagedKV, places: Tensor) -> None:
     for pages, rows in ((kv.k, k), (kv.v, v)):
-        pages.flatten(0, 1).index_copy_(0, batch.places, rows.to(pages.dtype))
+        pages.flatten(0, 1).index_copy_(0, places, rows.to(pages.dtype))
 
 
 def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) -> Tensor:
     out = torch.empty_like(q)
-    group = q.shape[1] // kv.k.shape[2]
     for span in batch.spans:
         end = span.start + span.length
         pages = table[span.slot, : -(-end // PAGE)]
-        k = wide(kv.k[pages].flatten(0, 1)[:end]).repeat_interleave(group, 1)
-        v = wide(kv.v[pages].flatten(0, 1)[:end]).repeat_interleave(group, 1)
+        k, v = (part[pages].flatten(0, 1)[:end] for part in kv)
         rows = slice(span.row, span.row + span.length)
-        weights = torch.einsum("qhd,khd->hqk", wide(q[rows]), k) * scale
         seen = torch.arange(end, device=q.device) <= batch.positions[rows, None]
-        weights = weights.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[rows] = torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+        out[rows] = _mix(q[rows], k, v, seen, scale)
     return out
+
+
+def attend_rows(
+    q: Tensor,
+    kv: PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first: int,
+    scale: float,
+) -> Tensor:
+    out = torch.zeros_like(q)
+    for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if position < first:
+            continue
+        pages = table[slot, : position // PAGE + 1]
+        k, v = (part[pages].flatten(0, 1)[first : position + 1] for part in kv)
+        out[n] = _mix(q[n : n + 1], k, v, None, scale)[0]
+    return out
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Ring | PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    end: Tensor,
+    window: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    rows = torch.arange(q.shape[1], device=q.device)
+    for n, (slot, stop) in enumerate(zip(slots.tolist(), end.tolist(), strict=True)):
+        # The last row looks back furthest; earlier ones see all that it sees and more.
+        first = max(0, stop - window + 1) if window else 0
+        old = torch.arange(first, stop, device=q.device)
+        if isinstance(past, Ring):
+            pk, pv = (ring[slot, old % ring.shape[1]] for ring in past)
+        else:
+            pages = table[slot, : -(-stop // PAGE)]
+            pk, pv = (part[pages].flatten(0, 1)[first:stop] for part in past)
+        where = torch.cat([old, stop + rows])
+        mine = stop + rows[:, None]
+        seen = torch.ones(len(rows), len(where), dtype=torch.bool, device=q.device)
+        if window:
+            seen &= (mine - where).abs() < window
+        if causal:
+            seen &= where <= mine
+        keys, values = torch.cat([pk, k[n].to(pk.dtype)]), torch.cat([pv, v[n].to(pv.dtype)])
+        out[n] = _mix(q[n], keys, values, seen, scale)
+    return out
+
+
+def _mix(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Attention of q [R, Hq, D] over k, v [T, H, D] where `seen` [R, T] allows."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (wide(part).repeat_interleave(group, 1) for part in (k, v))
+    weights = torch.einsum("qhd,khd->hqk", wide(q), k) * scale
+    if seen is not None:
+        weights = weights.masked_fill(~seen, float("-inf"))
+    return torch.einsum("hqk,khd->qhd", weights.softmax(-1), v).to(q.dtype)
 
 
 def gdn_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

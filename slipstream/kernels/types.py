@@ -26,6 +26,8 @@ class SpanRows(NamedTuple):
     chunk: bool  # True: prompt positions, computed by the long-span kernels
     folded: int  # position up to which the slot's recurrent state is stored
     run: int = -1  # first of the slot's pages up to the span's end if they are consecutive
+    ready: bool = True  # the span reaches the last known token, so the step decides a new one
+    ask: tuple[int, ...] | None = None  # drafts wanted next, by source; None: all there are
 
 
 class Batch(NamedTuple):
@@ -48,6 +50,13 @@ class PagedKV(NamedTuple):
 
     k: Tensor  # [pages, PAGE, H, D]
     v: Tensor  # [pages, PAGE, H, D]
+
+
+class Ring(NamedTuple):
+    """Keys and values of a sliding window, a row per slot; position p in ring row p % length."""
+
+    k: Tensor  # [slots, ring, H, D]
+    v: Tensor  # [slots, ring, H, D]
 
 
 class GdnState(NamedTuple):

@@ -227,6 +227,7 @@ class Attention:
                 " the first must be a multiple of the second"
             )
         self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, head_dim, eps
+        self.scale = head_dim**-0.5
         self.gated = gated
         self.store: Store = Paged(kv_heads, head_dim)
         self.q_width = heads * head_dim * (2 if gated else 1)
@@ -241,9 +242,16 @@ class Attention:
     def __call__(
         self, x: Tensor, turn: Rotation, batch: Batch, cache: CacheView, layer: int
     ) -> Tensor:
-        q, k, v = self.qkv(x, batch.split).split(
-            [self.q_width, self.kv_width, self.kv_width], dim=-1
-        )
+        q, k, v, gate = self.project(x, turn, batch.split)
+        kv = cache.paged(layer)
+        kernels.store_kv(k, v, kv, batch.places)
+        return self.close(kernels.attend(q, kv, cache.table, batch, self.scale), gate, batch.split)
+
+    def project(
+        self, x: Tensor, turn: Rotation, split: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values of rows x, turned to their positions, and the output's gate."""
+        q, k, v = self.qkv(x, split).split([self.q_width, self.kv_width, self.kv_width], dim=-1)
         gate = None
         q = q.unflatten(-1, (self.heads, -1))
         if self.gated:
@@ -252,10 +260,10 @@ class Attention:
         if self.q_norm is not None and self.k_norm is not None:
             q = kernels.norm(q, self.q_norm, self.eps)
             k = kernels.norm(k, self.k_norm, self.eps)
-        q, k = kernels.rope(q, *turn), kernels.rope(k, *turn)
-        kv = cache.paged(layer)
-        kernels.store_kv(k, v, kv, batch)
-        y = kernels.attend(q, kv, cache.table, batch, self.dim**-0.5)
+        return kernels.rope(q, *turn), kernels.rope(k, *turn), v, gate
+
+    def close(self, y: Tensor, gate: Tensor | None, split: int) -> Tensor:
+        """What the heads read, y [T, heads, D], back to the hidden size."""
         if gate is not None:
             y = y * gate.sigmoid()
-        return self.out(y.flatten(1), batch.split)
+        return self.out(y.flatten(1), split)

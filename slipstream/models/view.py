@@ -21,3 +21,7 @@ class CacheView(Protocol):
     def gdn(self, layer: int) -> GdnState:
         """State and rings of a layer declared by `stores.gated_delta`."""
         ...
+
+    def fields(self, layer: int) -> dict[str, Tensor]:
+        """Tensors of a layer declared as `PerSlot`, by name."""
+        ...
