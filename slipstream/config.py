@@ -54,6 +54,15 @@ class SpeculationConfig:
 
     enabled: bool = _setting(True, "draft tokens and verify them together")
     lookup: bool = _setting(True, "draft by copying from the request's own tokens")
+    mtp: bool = _setting(True, "draft with the checkpoint's own MTP head, if it has one")
+    dflash: str = _setting(
+        "auto",
+        "a DFlash drafter: a directory or a hub id; auto: the folder draft beside the weights, if there is one; "
+        "empty: none",
+    )
+    require_drafter: bool = _setting(
+        False, "do not start if a drafter cannot be used, rather than run without it"
+    )
     row_cost: float = _setting(0.08, "cost of one more row in a step, as a share of a one-row step")
 
 

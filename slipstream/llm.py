@@ -9,7 +9,8 @@ from itertools import count
 from typing import Any
 
 from slipstream.config import Config, override
-from slipstream.engine.engine import Engine, build
+from slipstream.engine.build import build
+from slipstream.engine.engine import Engine
 from slipstream.engine.memory import Plan
 from slipstream.request import (
     FinishReason,

@@ -13,8 +13,9 @@ from slipstream import LLM, SamplingParams, models
 from slipstream.config import Config, ConfigError, override
 from slipstream.draft.lookup import Lookup
 from slipstream.engine import memory
+from slipstream.engine.build import generation_defaults
 from slipstream.engine.cache import Cache
-from slipstream.engine.engine import Engine, generation_defaults, resolve
+from slipstream.engine.engine import Engine, resolve
 from slipstream.engine.serving import InferenceThread
 from slipstream.kernels.types import PAGE
 from slipstream.models.stores import Paged
@@ -52,7 +53,9 @@ def drafted(model: tuple[Any, Path], text: list[int], **more: Any) -> Engine:
     """An engine whose drafts are nearly always right."""
     return tiny.engine(
         *model,
-        drafter=lambda i, lim: Oracle(i.history, i.length, lim.drafts, [text], right=0.97, seed=2),
+        drafter=lambda i, lim, _: Oracle(
+            i.history, i.length, lim.drafts, [text], right=0.97, seed=2
+        ),
         row_cost=0.0,
         **more,
     )
@@ -440,7 +443,7 @@ def test_an_interrupted_step_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_the_inference_thread_serves_many_and_outlives_those_who_leave(model: Any) -> None:
     engine = tiny.engine(
-        *model, seqs=4, drafter=lambda i, lim: Lookup(i.history, i.length, lim.drafts)
+        *model, seqs=4, drafter=lambda i, lim, _: Lookup(i.history, i.length, lim.drafts)
     )
     alone = {
         n: tokens(run(tiny.engine(*model), PROMPT[: n + 3], ignore_eos=True)) for n in range(9)

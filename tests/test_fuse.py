@@ -54,7 +54,7 @@ class Fixed:
     def bind(self, cache: object, first: int) -> None:
         pass
 
-    def reset(self, slot: int, scope: str = "") -> None:
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
         self.resets.append(slot)
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

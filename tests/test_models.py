@@ -90,7 +90,7 @@ def test_greedy_text_equals_transformers(pair: Any, speculate: bool) -> None:
         )[0, 37:]  # fmt: skip
     engine = tiny.engine(
         ours, path, dtype="float32",
-        drafter=(lambda i, lim: Lookup(i.history, i.length, lim.drafts)) if speculate else None,
+        drafter=(lambda i, lim, _: Lookup(i.history, i.length, lim.drafts)) if speculate else None,
     )  # fmt: skip
     engine.add(
         Request("a", tuple(prompt.tolist()), SamplingParams(max_tokens=256, ignore_eos=True))

@@ -22,15 +22,19 @@ from slipstream.engine.engine import Engine
 from slipstream.kernels.types import DTYPES, PAGE
 from slipstream.request import Output, Request, SamplingParams
 from slipstream.weights.reader import open_directory
-from tests import tiny
+from tests import drafters, tiny
 from tests.toys import Oracle
 
 CPU = torch.device("cpu")
 SEED = int(os.environ.get("SLIPSTREAM_TEST_SEED", "0"))
 
 
-@pytest.fixture(scope="module", params=["qwen", "llama"])
+@pytest.fixture(scope="module", params=["qwen", "llama", "heads"])
 def model(request: Any, tmp_path_factory: Any) -> tuple[Any, Path]:
+    """A model of each family, and one with an MTP head and a block drafter."""
+    if request.param == "heads":
+        path = drafters.write(tmp_path_factory.mktemp("heads"))
+        return models.build(open_directory(path), torch.float64, CPU), path
     config = {"qwen": tiny.QWEN, "llama": tiny.LLAMA}[request.param]
     path = tiny.write(tmp_path_factory.mktemp(request.param), config, seed=7)
     return models.build(open_directory(path), torch.float64, CPU), path
@@ -104,7 +108,7 @@ def trial(model: tuple[Any, Path], seed: int, count: int) -> dict[str, int]:
     span = rng.choice([1, 4, 16])
     seqs = rng.choice([1, 3, 8])
 
-    def drafter(inputs: Any, limits: Any) -> Any:
+    def drafter(inputs: Any, limits: Any, params: Any) -> Any:
         k = limits.drafts
         if not k:
             return None
@@ -114,6 +118,14 @@ def trial(model: tuple[Any, Path], seed: int, count: int) -> dict[str, int]:
             inputs.history, inputs.length, min(k, 5), texts, right=0.95, width=1, name="short"
         )
         choice = rng.randrange(4)
+        if (model[1] / "draft").is_dir():
+            mtp, dflash = drafters.heads(*model, params, k).each
+            if choice == 0:
+                return rng.choice([mtp, dflash])
+            if choice == 1:
+                return Fuse(mtp, dflash, slots=limits.slots)
+            children = rng.sample([mtp, dflash, lookup, oracle], 4)
+            return Fuse(*children, slots=limits.slots, tail=lookup)
         if choice == 0:
             return None
         if choice == 1:
@@ -203,13 +215,26 @@ def test_many_random_schedules(model: tuple[Any, Path]) -> None:
         assert total[key] > 0, (key, total)
 
 
+def everything(model: tuple[Any, Path]) -> Any:
+    """Makes all drafters that this model can have."""
+
+    def make(inputs: Any, limits: Any, params: Any) -> Any:
+        lookup = Lookup(inputs.history, inputs.length, limits.drafts)
+        if not (model[1] / "draft").is_dir():
+            return lookup
+        each = drafters.heads(*model, params, limits.drafts).each
+        return Fuse(lookup, *each, slots=limits.slots, tail=lookup)
+
+    return make
+
+
 def hits_at(model: tuple[Any, Path], lengths: list[int], speculate: bool) -> None:
     """Each prompt length, cold and then from the cache of a longer text with the same beginning."""
     rng = random.Random(11)
     text = [rng.randrange(2, 97) for _ in range(420)]
     engine = tiny.engine(
         *model,
-        drafter=(lambda i, lim: Lookup(i.history, i.length, lim.drafts)) if speculate else None,
+        drafter=everything(model) if speculate else None,
         snapshot_every=64,
         by_text=False,
         context=512,
@@ -256,7 +281,9 @@ def test_crowd_of_eight_with_more_than_64_short_rows(model: tuple[Any, Path]) ->
     texts = [list(r.tokens) + truth[r.id] for r in requests]
     engine = tiny.engine(
         *model,
-        drafter=lambda i, lim: Oracle(i.history, i.length, lim.drafts, texts, right=0.97, seed=1),
+        drafter=lambda i, lim, _: Oracle(
+            i.history, i.length, lim.drafts, texts, right=0.97, seed=1
+        ),
         seqs=8,
         tokens=256,
         row_cost=0.0,

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 from slipstream.config import Config, override
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs
-from slipstream.engine.engine import Engine, assemble
+from slipstream.engine.build import assemble
+from slipstream.engine.engine import Engine
+from slipstream.engine.params import ParamTable
 from slipstream.engine.protocols import Drafter, Model
 from slipstream.weights.reader import open_directory
 
@@ -167,7 +169,7 @@ def engine(
     snapshots: float = 1.0,
     **parts: Any,
 ) -> Engine:
-    """An engine on a loaded model; `drafter(inputs, limits)` makes its drafter."""
+    """An engine on a loaded model; `drafter(inputs, limits, params)` makes its drafter."""
     config = override(
         Config(),
         {
@@ -188,5 +190,7 @@ def engine(
             sized.limits, pages, sized.dtype, sized.device, sized.snapshots, sized.plan
         )
     inputs = Inputs(sized.limits, sized.device)
-    made: Drafter | None = drafter(inputs, sized.limits) if drafter else None
-    return assemble(model, made, sized, inputs, **{"poison": True, "seed": 0, **parts})
+    params = ParamTable(sized.limits.slots, sized.device)
+    made: Drafter | None = drafter(inputs, sized.limits, params) if drafter else None
+    parts = {"poison": True, "seed": 0, "params": params, **parts}
+    return assemble(model, made, sized, inputs, **parts)

@@ -43,7 +43,7 @@ class Oracle:
     def bind(self, cache: object, first: int) -> None:
         pass
 
-    def reset(self, slot: int, scope: str = "") -> None:
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
         pass
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

@@ -20,8 +20,9 @@ from slipstream.config import Config, ConfigError, override
 from slipstream.draft.table import Rule
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs
+from slipstream.engine.build import assemble
 from slipstream.engine.cache import page_bytes
-from slipstream.engine.engine import Engine, assemble
+from slipstream.engine.engine import Engine
 from slipstream.kernels.types import FOLD, PAGE, Batch, Draft, Verdict
 from slipstream.request import Request, SamplingParams
 from slipstream.weights.sources import open_checkpoint, resolve

@@ -32,7 +32,7 @@ class Child(Protocol):
     reach: int
 
     def bind(self, cache: CacheView, first: int) -> None: ...
-    def reset(self, slot: int, scope: str = "") -> None: ...
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None: ...
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None: ...
 
@@ -84,7 +84,7 @@ class Fuse:
         self.reach = max(c.reach for c in children)
         if tail is not None and tail_source not in self.names:
             raise ValueError(f"the tail's name {tail_source!r} is not among {self.names}")
-        self._children = children
+        self.children = children
         self._tail = tail
         self._tail_source = self.names.index(tail_source) if tail is not None else 0
         k, s = self.max_len, self.width
@@ -96,18 +96,18 @@ class Fuse:
 
     def bind(self, cache: CacheView, first: int) -> None:
         """The children's stores follow one another in the cache."""
-        for child in self._children:
+        for child in self.children:
             child.bind(cache, first)
             first += len(child.stores)
 
-    def reset(self, slot: int, scope: str = "") -> None:
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
         """The slot belongs to another sequence from now on."""
-        for child in self._children:
-            child.reset(slot, scope)
+        for child in self.children:
+            child.reset(slot, scope, share)
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:
         """Every child hears of every step, whoever drafted, and sees its own taps."""
-        for child in self._children:
+        for child in self.children:
             child.observe(batch, self._view(hidden, child.taps), verdict)
 
     def _view(self, hidden: Hidden, taps: tuple[int, ...]) -> Hidden:
@@ -120,7 +120,7 @@ class Fuse:
 
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
         """Let every child draft, and copy one block per slot to ``out``."""
-        for child, draft in zip(self._children, self._drafts, strict=True):
+        for child, draft in zip(self.children, self._drafts, strict=True):
             child.propose(batch, verdict, draft)
         slots, k, s = batch.slots, self.max_len, self.width
         counts = torch.stack([d.count[slots] for d in self._drafts])  # [children, B]

@@ -101,7 +101,7 @@ class Lookup(Rule):
         self._length = length
         self._texts: dict[int, _Text] = {}
 
-    def reset(self, slot: int, scope: str = "") -> None:
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
         """The slot belongs to another sequence from now on."""
         self._texts.pop(slot, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +75,65 @@ def put_lists(
     out.source[slots, position] = source
 
 
+class Choose(Protocol):
+    """Draws a draft out of a short list, the way the request samples."""
+
+    def __call__(
+        self, ids: Tensor, logits: Tensor, slots: Tensor, position: Tensor, anchor: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """One of the candidates of each row, and the distribution it was drawn from.
+
+        Args:
+            ids: [N, s] candidates of each row, distinct.
+            logits: [N, s] their scores before temperature.
+            slots: [N].
+            position: [N] of the token that is drafted.
+            anchor: [N] first position that the step which verifies it decides.
+
+        Returns:
+            token [N] and prob [N, s]; a point mass for a greedy request.
+        """
+        ...
+
+
+class Asked(NamedTuple):
+    """Who wants drafts of a source after this step."""
+
+    spans: list[int]  # indices into the batch's spans
+    counts: Tensor  # [N] int64 on the host: how many each
+
+
+def asked(batch: Batch, source: int, most: int) -> Asked:
+    """Spans that decide a token and want drafts of ``source``, and how many, at most ``most``."""
+    spans, counts = [], []
+    for b, span in enumerate(batch.spans):
+        count = most if span.ask is None else min(most, span.ask[source])
+        if span.ready and count > 0:
+            spans.append(b)
+            counts.append(count)
+    return Asked(spans, torch.tensor(counts, dtype=torch.int64))
+
+
+def committed(batch: Batch, verdict: Verdict, wanted: Asked) -> tuple[Tensor, Tensor, Tensor]:
+    """Where those spans stand after the step.
+
+    Returns:
+        slots [N], end [N] (committed positions, which is also the position of the newest token)
+        and token [N], the newest token; all on the device.
+    """
+    at = torch.tensor(wanted.spans, device=batch.slots.device)
+    end = batch.positions[batch.starts[at]] + verdict.count[at]
+    token = verdict.tokens[at].gather(1, verdict.added[at, None] - 1)[:, 0]
+    return batch.slots[at], end, token
+
+
+def newest(batch: Batch, ring: int) -> tuple[Tensor, Tensor]:
+    """Rows of the batch that a ring of this length keeps, and where: [n] rows, [n] ring rows."""
+    parts = [torch.arange(s.row + max(0, s.length - ring), s.row + s.length) for s in batch.spans]
+    rows = torch.cat(parts).to(batch.positions.device)
+    return rows, batch.positions[rows] % ring
+
+
 class Rule:
     """A drafter that is a rule over tokens: no weights, no memory in the cache, no taps."""
 
@@ -85,7 +145,7 @@ class Rule:
     def bind(self, cache: CacheView, first: int) -> None:
         """Nothing of the cache is needed."""
 
-    def reset(self, slot: int, scope: str = "") -> None:
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
         """The slot belongs to another sequence from now on."""
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

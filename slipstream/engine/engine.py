@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 from secrets import randbits
@@ -10,9 +9,6 @@ from secrets import randbits
 import torch
 from torch import Tensor
 
-from slipstream import models
-from slipstream.config import Config
-from slipstream.draft.lookup import Lookup
 from slipstream.draft.table import empty
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs, Limits, Sequence, Span
@@ -24,7 +20,6 @@ from slipstream.engine.sampler import logprobs
 from slipstream.engine.scheduler import Decided, Drafting, Scheduler
 from slipstream.engine.verify import Rows, Verify
 from slipstream.kernels.types import Batch, Draft, Hidden, Verdict
-from slipstream.models.stores import PerSlot
 from slipstream.request import (
     Output,
     Request,
@@ -32,7 +27,6 @@ from slipstream.request import (
     SamplingParams,
     TokenLogprob,
 )
-from slipstream.weights.reader import Checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 _SLICE = 64  # rows of a prompt whose logits are computed together
@@ -271,149 +265,3 @@ def resolve(params: SamplingParams, defaults: SamplingParams) -> SamplingParams:
         # The checkpoint decodes greedily, so its filters were never meant for sampling.
         missing |= {f: v for f, v in (("top_k", 0), ("top_p", 1.0)) if f in missing}
     return replace(params, **missing) if missing else params
-
-
-def generation_defaults(generation: dict[str, object]) -> SamplingParams:
-    """Sampling parameters of a checkpoint's generation_config.json.
-
-    Greedy unless it says otherwise: ``do_sample``, or a temperature, top_k or top_p of its own.
-    """
-
-    def number(key: str, low: float, high: float, default: float) -> float:
-        """The value if it is a number with low < value <= high, else the default."""
-        value = generation.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low < value <= high:
-            return float(value)
-        return default
-
-    filters = any(generation.get(k) is not None for k in ("temperature", "top_k", "top_p"))
-    if not generation.get("do_sample", filters):
-        return replace(GREEDY, repetition_penalty=number("repetition_penalty", 0, 100, 1.0))
-    return SamplingParams(
-        temperature=max(0.0, number("temperature", -1, 100, 1.0)),
-        top_k=int(number("top_k", 0, 1e6, 0)),
-        top_p=number("top_p", 0, 1, 1.0),
-        min_p=number("min_p", 0, 1, 0.0),
-        repetition_penalty=number("repetition_penalty", 0, 100, 1.0),
-    )
-
-
-def build(
-    config: Config,
-    checkpoint: Checkpoint,
-    *,
-    ends: Iterable[int] = (),
-    vocab: int | None = None,
-    announce: Callable[[memory.Plan], None] | None = None,
-) -> Engine:
-    """Put an engine together: the only function that reads a whole Config.
-
-    Args:
-        checkpoint: opened, nothing read yet.
-        ends: token ids that end a text.
-        vocab: real token ids, where the checkpoint has more rows than its tokenizer has tokens.
-        announce: is given the memory plan before any weight is read.
-
-    Raises:
-        ConfigError: a setting cannot work. CheckpointError: the checkpoint cannot.
-    """
-    dtype, device = memory.number_format(config), memory.device_of(config)
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    outline = models.outline(checkpoint, dtype, device)
-    sized = memory.sizes(config, checkpoint, outline.stores, outline.nbytes, outline.context)
-    if announce:
-        announce(sized.plan)
-    loaded: list[int] = []
-    model = models.build(checkpoint, dtype, device, loaded)
-    limits = sized.limits
-    inputs = Inputs(limits, device)
-    drafter: Drafter | None = None
-    if config.speculation.enabled and config.speculation.lookup and limits.drafts:
-        drafter = Lookup(inputs.history, inputs.length, limits.drafts)
-    engine = assemble(
-        model,
-        drafter,
-        sized,
-        inputs,
-        prefix=config.cache.prefix,
-        by_text=config.cache.reuse == "text",
-        snapshot_every=config.cache.snapshot_every,
-        row_cost=config.speculation.row_cost,
-        ends=tuple(ends),
-        vocab=min(vocab or model.vocab, model.vocab),
-        defaults=generation_defaults(checkpoint.generation),
-        name=config.model,
-    )
-    memory.check(
-        sized.plan,
-        {
-            "weights": sum(loaded),
-            "pages": engine.cache.nbytes("pages"),
-            "slots": engine.cache.nbytes("slots"),
-        },
-    )
-    return engine
-
-
-def assemble(
-    model: Model,
-    drafter: Drafter | None,
-    sized: memory.Sizes,
-    inputs: Inputs,
-    *,
-    prefix: bool = True,
-    by_text: bool = True,
-    snapshot_every: int = 1024,
-    row_cost: float = 0.08,
-    ends: tuple[int, ...] = (),
-    vocab: int | None = None,
-    defaults: SamplingParams | None = None,
-    name: str = "",
-    poison: bool = False,
-    seed: int | None = None,
-) -> Engine:
-    """An engine around a model and a drafter that exist already."""
-    limits, device = sized.limits, sized.device
-    stores = model.stores + (drafter.stores if drafter else ())
-    cache = Cache(
-        stores,
-        limits,
-        sized.pages,
-        sized.dtype,
-        device,
-        prefix=max(sized.snapshots, 1) if prefix else None,
-        by_text=by_text,
-        poison=poison,
-    )
-    stateful = any(isinstance(s, PerSlot) for s in stores)
-    drafting = None
-    if drafter:
-        drafter.bind(cache, len(model.stores))
-        drafting = Drafting(row_cost, drafter.names, drafter.reach)
-    scheduler = Scheduler(
-        limits,
-        cache,
-        snapshot_every=snapshot_every if prefix and stateful else 0,
-        drafting=drafting,
-        keep_generated=by_text,
-    )
-    params = ParamTable(limits.slots, device)
-    vocab = vocab or model.vocab
-    ends = tuple(e for e in ends if 0 <= e < vocab)
-    return Engine(
-        model=model,
-        drafter=drafter,
-        limits=limits,
-        cache=cache,
-        inputs=inputs,
-        params=params,
-        verify=Verify(params, vocab if vocab < model.vocab else None),
-        scheduler=scheduler,
-        ends=ends[:ENDS],
-        vocab=vocab,
-        defaults=defaults or GREEDY,
-        plan=sized.plan,
-        name=name,
-        seed=seed,
-    )

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slipstream import models
 from slipstream.config import Config, ConfigError
+from slipstream.draft.loading import Found, Heads, Refuse, find, load
 from slipstream.engine.batch import Limits
 from slipstream.engine.cache import page_bytes, slot_bytes
 from slipstream.kernels.types import DTYPES, PAGE
+from slipstream.models.blocks import Outline
 from slipstream.models.stores import PerSlot, Store
 from slipstream.weights.reader import Checkpoint, CheckpointError
 from slipstream.weights.sources import open_checkpoint, resolve
@@ -85,8 +88,67 @@ def plan_for(model: str, config: Config) -> Plan:
         CheckpointError: it cannot be read. ConfigError: a setting cannot work.
     """
     checkpoint = open_checkpoint(resolve(model))
-    outline = models.outline(checkpoint, number_format(config), torch.device("cpu"))
-    return sizes(config, checkpoint, outline.stores, outline.nbytes, outline.context).plan
+    made = outline(config, checkpoint)
+    facts, drafters = made.model, sum(made.heads.sizes)
+    return sizes(config, checkpoint, made.stores, facts.nbytes, facts.context, drafters).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """A model and its drafters, known from headers alone."""
+
+    model: models.OutlineFacts
+    found: Found
+    heads: Heads
+    vocab: int
+
+    @property
+    def stores(self) -> tuple[Store, ...]:
+        """The model's, then its drafters'."""
+        return self.model.stores + self.heads.stores
+
+
+def outline(
+    config: Config,
+    checkpoint: Checkpoint,
+    vocab: int | None = None,
+    refuse: Refuse = lambda name, error: None,
+) -> Outlined:
+    """What `engine.build` would load.
+
+    Args:
+        vocab: real token ids; None: all rows of the head.
+        refuse: is told of a drafter that does not fit, and why.
+
+    Raises:
+        CheckpointError: the target cannot be loaded.
+    """
+    dtype, device = number_format(config), device_of(config)
+    facts = models.outline(checkpoint, dtype, device)
+    vocab = min(vocab or facts.model.vocab, facts.model.vocab)
+    speculation = config.speculation
+    found = Found()
+    if speculation.enabled:
+        found = find(checkpoint, speculation.mtp, speculation.dflash, refuse)
+    heads = load(
+        found,
+        facts.model,
+        _undecided,
+        loader=Outline,
+        dtype=dtype,
+        device=device,
+        drafts=min(config.limits.span, 64) - 1,
+        vocab=vocab,
+        refuse=refuse,
+    )
+    works = Found(found.mtp if heads.mtp else None, found.dflash if heads.dflash else None)
+    return Outlined(facts, works, heads, vocab)
+
+
+def _undecided(
+    ids: Tensor, logits: Tensor, slots: Tensor, position: Tensor, anchor: Tensor
+) -> tuple[Tensor, Tensor]:
+    raise AssertionError("an outline drafts nothing")
 
 
 def number_format(config: Config) -> torch.dtype:
@@ -108,14 +170,20 @@ def device_of(config: Config) -> torch.device:
 
 
 def sizes(
-    config: Config, checkpoint: Checkpoint, stores: tuple[Store, ...], weights: int, longest: int
+    config: Config,
+    checkpoint: Checkpoint,
+    stores: tuple[Store, ...],
+    weights: int,
+    longest: int,
+    drafters: int = 0,
 ) -> Sizes:
     """Turn settings into sizes.
 
     Args:
         stores: of the model and all drafters.
-        weights: bytes of all weights in memory.
+        weights: bytes of the model's weights in memory.
         longest: positions the checkpoint was made for.
+        drafters: bytes of the drafters' weights.
 
     Raises:
         ConfigError: a setting cannot work; the message has the numbers.
@@ -132,6 +200,11 @@ def sizes(
     logits = 3 * 4 * vocab * min(limits.tokens, limits.seqs * limits.span)
     rows = (
         Row("weights", weights, f"{checkpoint.path.name}"),
+        *(
+            [Row("drafters", drafters, "their own weights; head and embedding are shared")]
+            if drafters
+            else []
+        ),
         Row(
             "pages",
             pages * per_page,

@@ -49,8 +49,11 @@ class Drafter(Protocol):
         """Its stores are layers ``first``, ``first + 1``, ... of this cache. Called once."""
         ...
 
-    def reset(self, slot: int, scope: str = "") -> None:
-        """The slot belongs to another sequence from now on, of this scope."""
+    def reset(self, slot: int, scope: str = "", share: bool = True) -> None:
+        """The slot belongs to another sequence from now on, of this scope.
+
+        ``share``: its text may help other requests of the scope, and theirs help it.
+        """
         ...
 
     def observe(self, batch: Batch, hidden: Hidden, verdict: Verdict) -> None:

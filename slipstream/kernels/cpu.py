@@ -13,7 +13,17 @@ from torch import Tensor
 
 from slipstream.kernels import reference
 from slipstream.kernels.reference import wide
-from slipstream.kernels.types import FOLD, PAGE, Batch, Dense, GdnState, Packed, PagedKV, SpanRows
+from slipstream.kernels.types import (
+    FOLD,
+    PAGE,
+    Batch,
+    Dense,
+    GdnState,
+    Packed,
+    PagedKV,
+    Ring,
+    SpanRows,
+)
 
 _SLICE = 128  # rows of a chunk whose attention mask exists at the same time
 _FEW = 64  # rows up to which W @ x.T is the faster product
@@ -73,16 +83,88 @@ def attend(q: Tensor, kv: PagedKV, table: Tensor, batch: Batch, scale: float) ->
             continue
         for begin in range(rows.start, rows.stop, _SLICE):
             part = slice(begin, min(begin + _SLICE, rows.stop))
-            # [H, n*group, D]: the query heads of one KV head become rows, so nothing is repeated.
-            x = q[part].unflatten(1, (kv_heads, group)).permute(1, 0, 2, 3).flatten(1, 2)
-            mask = None
+            seen = None
             if span.length > 1:
                 seen = torch.arange(end) <= batch.positions[part, None]
-                mask = seen.repeat_interleave(group, 0)
-            y = F.scaled_dot_product_attention(x[None], k[None], v[None], mask, scale=scale)[0]
-            y = y.unflatten(1, (part.stop - begin, group)).permute(1, 0, 2, 3)
-            out[part] = y.flatten(1, 2)
+            out[part] = _grouped(q[part], k, v, seen, scale)
     return out
+
+
+def attend_rows(
+    q: Tensor,
+    kv: PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    first: int,
+    scale: float,
+) -> Tensor:
+    out = torch.zeros_like(q)
+    for n, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if position >= first:
+            ids = table[slot, : position // PAGE + 1]
+            k, v = (_positions(p, ids, -1, position + 1)[:, first:].to(q.dtype) for p in kv)
+            out[n] = _grouped(q[n : n + 1], k, v, None, scale)[0]
+    return out
+
+
+def attend_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: Ring | PagedKV,
+    table: Tensor,
+    slots: Tensor,
+    end: Tensor,
+    window: int,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    rows = torch.arange(q.shape[1])
+    for n, (slot, stop) in enumerate(zip(slots.tolist(), end.tolist(), strict=True)):
+        first = max(0, stop - window + 1) if window else 0
+        if isinstance(past, Ring):
+            # What is wanted lies in the ring in one piece or in two.
+            size = past.k.shape[1]
+            a, b = first % size, stop % size
+            cuts = (
+                [slice(a, a + stop - first)]
+                if a + stop - first <= size
+                else [slice(a, size), slice(0, b)]
+            )
+            old = [torch.cat([ring[slot, c] for c in cuts]).transpose(0, 1) for ring in past]
+        else:
+            ids = table[slot, : -(-stop // PAGE)]
+            old = [_positions(pages, ids, -1, stop)[:, first:] for pages in past]
+        keys, values = (
+            torch.cat([o.to(q.dtype), new[n].transpose(0, 1).to(q.dtype)], 1)
+            for o, new in zip(old, (k, v), strict=True)
+        )
+        seen = None
+        if causal or (window and stop + len(rows) - 1 - first >= window):
+            where = torch.arange(first, stop + len(rows))
+            mine = stop + rows[:, None]
+            seen = torch.ones(len(rows), len(where), dtype=torch.bool)
+            if window:
+                seen &= (mine - where).abs() < window
+            if causal:
+                seen &= where <= mine
+        out[n] = _grouped(q[n], keys, values, seen, scale)
+    return out
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """Attention of q [R, Hq, D] over k, v [H, T, D] where `seen` [R, T] allows.
+
+    The query heads of one KV head become rows, so nothing is repeated.
+    """
+    heads, rows = k.shape[0], q.shape[0]
+    x = q.unflatten(1, (heads, -1)).permute(1, 0, 2, 3).flatten(1, 2)
+    mask = None if seen is None else seen.repeat_interleave(q.shape[1] // heads, 0)
+    y = F.scaled_dot_product_attention(x[None], k[None], v[None], mask, scale=scale)[0]
+    apart: Tensor = y.unflatten(1, (rows, -1))
+    return apart.permute(1, 0, 2, 3).flatten(1, 2)
 
 
 def _positions(pages: Tensor, ids: Tensor, run: int, end: int) -> Tensor:

@@ -45,6 +45,7 @@ def build(
 class OutlineFacts:
     """What a model declares, known without reading a weight."""
 
+    model: Decoder  # its weights have shapes only
     stores: tuple[Store, ...]
     nbytes: int  # of its weights in memory
     context: int
@@ -58,7 +59,7 @@ def outline(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     """
     load = Outline(checkpoint, dtype, device)
     model = _family(checkpoint)(load)
-    return OutlineFacts(model.stores, sum(load.sizes), model.context)
+    return OutlineFacts(model, model.stores, sum(load.sizes), model.context)
 
 
 def _family(checkpoint: Checkpoint) -> Callable[[Loader], Decoder]:

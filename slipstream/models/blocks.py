@@ -51,6 +51,13 @@ class Loader:
         self.sizes.append(made.nbytes)
         return made
 
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor that rows are gathered from, or that multiplies them, as it is."""
+        self.checkpoint.expect(name, shape)
+        made = self.checkpoint.tensor(name).to(self.device, self.dtype)
+        self.sizes.append(made.nbytes)
+        return made
+
     def need(self, key: str) -> int:
         """A count of config.json, 1 or more.
 
@@ -119,6 +126,11 @@ class Outline(Loader):
 
     def linear(self, names: list[str], out: int, into: int) -> Linear:
         made = Linear(Dense(torch.empty(out, into, dtype=self.dtype, device="meta")))
+        self.sizes.append(made.nbytes)
+        return made
+
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        made = torch.empty(shape, dtype=self.dtype, device="meta")
         self.sizes.append(made.nbytes)
         return made
 

@@ -59,11 +59,30 @@ class GatedDeltaNet:
         return self.out(o.to(x.dtype).flatten(1), batch.split)
 
 
+def gated_attention(load: Loader, prefix: str) -> Attention:
+    """The family's attention layer, from the tensors under ``prefix``."""
+    return Attention(
+        load,
+        prefix,
+        hidden=load.need("hidden_size"),
+        heads=load.need("num_attention_heads"),
+        kv_heads=load.need("num_key_value_heads"),
+        head_dim=load.need("head_dim"),
+        eps=load.number("rms_norm_eps"),
+        gated=load.flag("attn_output_gate", True),
+        normed=True,
+    )
+
+
+def mlp_of(load: Loader, prefix: str) -> Mlp:
+    """The family's MLP, from the tensors under ``prefix``."""
+    return Mlp(load, prefix, load.need("hidden_size"), load.need("intermediate_size"))
+
+
 def qwen35(load: Loader) -> Decoder:
     """The text model of `qwen3_5` checkpoints."""
     checkpoint = load.checkpoint
-    hidden, inner = load.need("hidden_size"), load.need("intermediate_size")
-    head_dim, eps = load.need("head_dim"), load.number("rms_norm_eps")
+    hidden, eps = load.need("hidden_size"), load.number("rms_norm_eps")
     head = Head(load)
     layers = []
     for i, kind in enumerate(_kinds(load)):
@@ -74,20 +93,10 @@ def qwen35(load: Loader) -> Decoder:
         )
         mixer: Mixer
         if kind == "full_attention":
-            mixer = Attention(
-                load,
-                f"{prefix}.self_attn",
-                hidden=hidden,
-                heads=load.need("num_attention_heads"),
-                kv_heads=load.need("num_key_value_heads"),
-                head_dim=head_dim,
-                eps=eps,
-                gated=load.flag("attn_output_gate", True),
-                normed=True,
-            )
+            mixer = gated_attention(load, f"{prefix}.self_attn")
         else:
             mixer = GatedDeltaNet(load, f"{prefix}.linear_attn", hidden, eps)
-        layers.append(Layer(before, mixer, after, Mlp(load, f"{prefix}.mlp", hidden, inner)))
+        layers.append(Layer(before, mixer, after, mlp_of(load, f"{prefix}.mlp")))
     # The MTP head drafts; the text model does not read it.
     checkpoint.skip([n for n in checkpoint.names() if n.startswith("mtp.")])
     return Decoder(
@@ -95,7 +104,7 @@ def qwen35(load: Loader) -> Decoder:
         layers,
         load.vector("model.norm.weight", (hidden,), 1.0),
         eps=eps,
-        inv_freq=rope_frequencies(load, head_dim, share=0.25),
+        inv_freq=rope_frequencies(load, load.need("head_dim"), share=0.25),
         context=load.need("max_position_embeddings"),
     )
 

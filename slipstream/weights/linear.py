@@ -119,6 +119,17 @@ def load(
     return Linear(packed, Facts(8 * nbytes / (whole[0] * whole[1]), nbytes))
 
 
+def rows_of(linear: Linear, ids: Tensor) -> Linear:
+    """The outputs ``ids`` [n] of a weight, as a smaller one in the same format."""
+    packed = linear.packed
+    if isinstance(packed, Dense):
+        return Linear(Dense(packed.weight[ids.to(packed.weight.device)].contiguous()))
+    at = ids.to(packed.codes.device)
+    zeros = None if packed.zeros is None else packed.zeros[:, at].contiguous()
+    codes, scales = (part[:, at].contiguous() for part in (packed.codes, packed.scales))
+    return Linear(type(packed)(codes, scales, zeros, packed.group))
+
+
 def fuses(checkpoint: Checkpoint, names: Sequence[str], device: torch.device | str) -> bool:
     """Whether `load` can stack these modules on ``device``."""
     if torch.device(device).type == "cpu":
