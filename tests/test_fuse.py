@@ -149,6 +149,26 @@ def test_fusion_uses_both_sources() -> None:
     assert all((p.lists[1].max(), p.lists[2].max()) == (1, 1) for p in high)
 
 
+def test_positions_of_one_block_come_from_different_drafters() -> None:
+    """Scores that favour now one, now the other; the law holds all the same."""
+    model = list(paths(DRAFTER, 3, V))
+    for scores in ([0.9, 0.1, 0.9], [0.1, 0.9, 0.9], [0.9, 0.9, 0.1]):
+        text = (0, 1, 2, 0, 1)
+        made = fused(model, [scores] * len(model), 3, text, True)
+        kinds = {tuple(float(q.max()) == 1.0 for q in p.lists) for p in made}
+        assert (
+            (False, True, True) in kinds
+            or (True, False, False) in kinds
+            or (
+                False,
+                False,
+                True,
+            )
+            in kinds
+        ), kinds
+        assert distance(output_law(TARGET, made, K + 1, V), LAW) < 1e-12
+
+
 @pytest.mark.parametrize("name", rules())
 def test_which_rules_are_exact(name: str) -> None:
     if rules()[name][1]:

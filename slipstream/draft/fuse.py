@@ -3,8 +3,8 @@
 The output stays exact only under this law: **the source of position j, and whether j is drafted
 or verified at all, may depend on the text, on the drafts before j and on the list q_j as a whole,
 never on the draft at j.** Anything computed from the draft at j falls under it too: the list of
-position j + 1 and its score, for one. So the block is chosen by the scores of the first position,
-which know the text alone, and what happens behind a block may look at the drafts in it.
+position j + 1 and its score, for one. So a block is put together from the front: position j is
+given to somebody knowing the drafts before it and the scores at j, and nothing behind j.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Child(Protocol):
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None: ...
 
 
-class Tail(Protocol):
+class Tail(Child, Protocol):
     """A drafter by rule that can go on from any point, as `draft.lookup.Lookup`."""
 
     max_len: int
@@ -47,17 +47,20 @@ class Tail(Protocol):
     def extend(self, slot: int, drafts: Sequence[int], k: int) -> tuple[list[int], list[float]]: ...
 
 
-class Fuse:
-    """The first position's best score takes the block; a rule may go on behind it.
+SURE = 0.9  # a rule's score from which model drafters need not run for a slot
 
-    Per slot, the child whose first position has the highest score drafts the whole block; among
-    equals the earlier child. If the block is shorter than ``max_len``, ``tail`` continues after
-    the text and the block, as point masses.
+
+class Fuse:
+    """Position by position, the best score drafts; among equals the earlier child.
+
+    A child takes part at position j as long as its own drafts before j are those of the block.
+    ``tail`` takes part at every position: it continues the text and the block so far, as point
+    masses, also behind the others' blocks.
 
     Args:
         children: the drafters, in order of priority.
         slots: rows of the draft tables.
-        tail: a rule for positions behind a block; usually the lookup among the children. Its
+        tail: a rule for every position; usually the lookup among the children. Its
             index must be up to date when it is asked, so it should be one of the children.
         tail_source: name of the tail in ``names``.
         device: where the children's drafts are kept.
@@ -92,7 +95,9 @@ class Fuse:
         first = [0]
         for child in children:
             first.append(first[-1] + len(child.names))
-        self._first = torch.tensor(first[:-1], dtype=torch.int64, device=device)
+        self._first = first[:-1]
+        models = [c.max_len for c in children if c.stores]
+        self._block = max(models, default=0)  # drafts of the longest model block
 
     def bind(self, cache: CacheView, first: int) -> None:
         """The children's stores follow one another in the cache."""
@@ -119,46 +124,111 @@ class Fuse:
         return hidden._replace(taps=parts[:, [self.taps.index(t) for t in taps]].flatten(1))
 
     def propose(self, batch: Batch, verdict: Verdict, out: Draft) -> None:
-        """Let every child draft, and copy one block per slot to ``out``."""
-        for child, draft in zip(self.children, self._drafts, strict=True):
-            child.propose(batch, verdict, draft)
-        slots, k, s = batch.slots, self.max_len, self.width
-        counts = torch.stack([d.count[slots] for d in self._drafts])  # [children, B]
-        # The first position only: later scores know what was drafted before them.
-        first = torch.stack([d.score[slots, 0] for d in self._drafts])
-        winner = torch.where(counts > 0, first, -1.0).argmax(0)
+        """Let the children draft, and write one block per slot to ``out``."""
+        slots = batch.slots.tolist()
+        sure = [False] * len(slots)
+        for child, draft, first in zip(self.children, self._drafts, self._first, strict=True):
+            asked = self._asked(batch, child, first, sure)
+            child.propose(asked, verdict, draft)
+            if not child.stores:  # a rule costs nothing: where it is sure, no model need run
+                score = draft.score[batch.slots, 0].tolist()
+                full = (draft.count[batch.slots] >= self._block).tolist()
+                sure = [s or (f and x >= SURE) for s, f, x in zip(sure, full, score, strict=True)]
+        blocks = [self._block_of(slot) for slot in slots]
+        self._write(batch.slots, blocks, out)
 
-        def pick(field: str) -> Tensor:
-            every = torch.stack([getattr(d, field)[slots] for d in self._drafts])
-            at = winner.view(1, -1, *[1] * (every.dim() - 2)).expand(1, *every.shape[1:])
-            return every.gather(0, at)[0]
+    def _asked(self, batch: Batch, child: Child, first: int, sure: Sequence[bool]) -> Batch:
+        """The batch as a child sees it: what is asked of its own sources."""
+        own = slice(first, first + len(child.names))
+        model = bool(child.stores)
+        spans = []
+        for span, skip in zip(batch.spans, sure, strict=True):
+            ask = span.ask if span.ask is None else span.ask[own]
+            spans.append(span._replace(ask=(0,) * len(child.names) if model and skip else ask))
+        return batch._replace(spans=tuple(spans))
 
-        count = pick("count")
-        exists = torch.arange(k, device=slots.device) < count[:, None]
-        out.count[slots] = count
-        out.tokens[slots, :k] = torch.where(exists, pick("tokens"), 0)
+    def _block_of(self, slot: int) -> list[tuple[int, int, float]]:
+        """For each position of a slot's block: who drafts it, its token and its score.
+
+        The child -1 is the tail, whose token was not in any child's table.
+        """
+        drafts: list[tuple[list[int], list[float]]] = []
+        copy: tuple[list[int], list[float]] = ([], [])
+        for drafter, draft in zip(self.children, self._drafts, strict=True):
+            count = int(draft.count[slot])
+            tokens, scores = draft.tokens[slot, :count], draft.score[slot, :count]
+            drafts.append((tokens.tolist(), scores.tolist()) if count else ([], []))
+            if drafter is self._tail:
+                copy, drafts[-1] = drafts[-1], ([], [])
+        alive = [bool(tokens) for tokens, _ in drafts]
+        limit = self.max_len
+        if self._tail is not None and not any(alive):
+            # Nothing to choose between: the copy as it is.
+            return [(-1, t, s) for t, s in zip(*copy, strict=True)]
+        block: list[tuple[int, int, float]] = []
+        at, stale = 0, False  # how far into the copy the block is; whether it left the copy
+        while len(block) < limit:
+            j = len(block)
+            if self._tail is not None and j and (stale or at >= len(copy[0])):
+                # The copy begins anew behind the drafts so far; they are known, so it may.
+                copy, at, stale = self._copy(slot, [b[1] for b in block], limit - j), 0, False
+            options = [
+                (drafts[c][1][j], -c, c)
+                for c, yes in enumerate(alive)
+                if yes and j < len(drafts[c][0])
+            ]
+            child, token, score = -2, 0, -1.0
+            if options:
+                score, _, child = max(options)
+                token = drafts[child][0][j]
+            if at < len(copy[0]) and copy[1][at] > score:
+                child, token, score = -1, copy[0][at], copy[1][at]
+            if child == -2:
+                break
+            block.append((child, token, score))
+            for c, yes in enumerate(alive):
+                alive[c] = yes and j < len(drafts[c][0]) and drafts[c][0][j] == token
+            stale = at < len(copy[0]) and copy[0][at] != token
+            at += 1
+        return block
+
+    def _copy(self, slot: int, drafts: list[int], k: int) -> tuple[list[int], list[float]]:
+        assert self._tail is not None
+        k = min(k, self._tail.max_len - len(drafts))
+        return self._tail.extend(slot, drafts, k) if k > 0 else ([], [])
+
+    def _write(
+        self, slots: Tensor, blocks: Sequence[Sequence[tuple[int, int, float]]], out: Draft
+    ) -> None:
+        """Copy lists from the children's tables, and put the tail's point masses between them."""
+        k, s, device = self.max_len, self.width, slots.device
+
+        def column(part: int, empty: float) -> list[list[float]]:
+            return [[b[part] for b in block] + [empty] * (k - len(block)) for block in blocks]
+
+        child = torch.tensor(column(0, -2), dtype=torch.int64, device=device)
+        tokens = torch.tensor(column(1, 0), dtype=torch.int64, device=device)
+        score = torch.tensor(column(2, 0.0), dtype=out.score.dtype, device=device)
+        pick = child.clamp(min=0)
+
+        def chosen(field: str) -> Tensor:
+            every = torch.stack([getattr(d, field)[slots, :k] for d in self._drafts])
+            at = pick.view(1, *pick.shape, *[1] * (every.dim() - 3))
+            return every.gather(0, at.expand(1, *every.shape[1:]))[0]
+
+        drawn = (child >= 0)[..., None]
+        ids = torch.where(drawn, chosen("q_ids"), 0)
+        prob = torch.where(drawn, chosen("q_prob"), 0.0)
+        copied = child == -1
+        ids[..., 0] = torch.where(copied, tokens, ids[..., 0])
+        prob[..., 0] = torch.where(copied, 1.0, prob[..., 0])
+        source = chosen("source") + torch.tensor(self._first, device=device)[pick]
+        out.count[slots] = torch.tensor([len(b) for b in blocks], device=device)
+        out.tokens[slots, :k] = tokens
         out.q_ids[slots] = 0
         out.q_prob[slots] = 0.0
-        out.q_ids[slots, :k, :s] = pick("q_ids")
-        out.q_prob[slots, :k, :s] = torch.where(exists[:, :, None], pick("q_prob"), 0.0)
+        out.q_ids[slots, :k, :s] = ids
+        out.q_prob[slots, :k, :s] = prob
         out.score[slots] = 0.0
-        out.score[slots, :k] = torch.where(exists, pick("score"), 0.0)
-        out.source[slots, :k] = pick("source") + self._first[winner][:, None]
-        if self._tail is not None:
-            self._continue(self._tail, slots.tolist(), out)
-
-    def _continue(self, tail: Tail, slots: Sequence[int], out: Draft) -> None:
-        limit = min(tail.max_len, self.max_len)
-        for slot in slots:
-            count = int(out.count[slot])
-            if not 0 < count < limit:
-                continue
-            drafts = out.tokens[slot, :count].tolist()
-            tokens, scores = tail.extend(slot, drafts, limit - count)
-            stop = count + len(tokens)
-            out.tokens[slot, count:stop] = torch.tensor(tokens, dtype=torch.int64)
-            out.q_ids[slot, count:stop, 0] = torch.tensor(tokens, dtype=torch.int64)
-            out.q_prob[slot, count:stop, 0] = 1.0
-            out.score[slot, count:stop] = torch.tensor(scores, dtype=out.score.dtype)
-            out.source[slot, count:stop] = self._tail_source
-            out.count[slot] = stop
+        out.score[slots, :k] = score
+        out.source[slots, :k] = torch.where(copied, self._tail_source, source)
