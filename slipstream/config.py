@@ -14,8 +14,9 @@ class ConfigError(ValueError):
     """A setting that cannot work; the text says what to change."""
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _setting(default: Any, help: str, option: str = "") -> Any:
+    """A field; ``option`` is its name on the command line where the path would be too long."""
+    return field(default=default, metadata={"help": help, "option": option})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,14 @@ class SpeculationConfig:
         "empty: none",
     )
     require_drafter: bool = _setting(
-        False, "do not start if a drafter cannot be used, rather than run without it"
+        False,
+        "do not start if a drafter cannot be used, rather than run without it",
+        option="require-drafter",
     )
-    row_cost: float = _setting(0.08, "cost of one more row in a step, as a share of a one-row step")
+    length: int = _setting(0, "drafts to verify in each step; 0: as many as pay")
+    row_cost: float = _setting(
+        0.0, "cost of one more row in a step, as a share of a one-row step; 0: measured at start"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -73,6 +74,23 @@ class Delta:
     output: RequestOutput | None = None
 
 
+# What drafters with weights are examined on: prose and code, in plain words.
+PROBE = """The cache keeps the keys and values of every token that was read. When a second request
+begins with the same text, the engine finds the pages that hold it and starts behind them, so the
+first answer comes sooner. The following function returns the length of the common beginning.
+
+def common_prefix(first, second):
+    \"\"\"Return how many items two lists have in common at their start.\"\"\"
+    count = 0
+    for a, b in zip(first, second):
+        if a != b:
+            break
+        count += 1
+    return count
+
+The function is called once for each page. If the number it returns is"""
+
+
 class LLM:
     """A model ready to answer.
 
@@ -84,6 +102,7 @@ class LLM:
             config's.
         config: all settings; a default one if None.
         announce: is given the memory plan before any weight is read.
+        report: is given a line about each drafter that is left out; None: it is logged.
         settings: settings of the config by name, parts joined by ``__``.
 
     Raises:
@@ -96,6 +115,7 @@ class LLM:
         *,
         config: Config | None = None,
         announce: Callable[[Plan], None] | None = None,
+        report: Callable[[str], None] | None = None,
         **settings: Any,
     ) -> None:
         changes = {name.replace("__", "."): value for name, value in settings.items()}
@@ -109,7 +129,9 @@ class LLM:
             checkpoint,
             ends=end_ids(checkpoint, self.tokenizer),
             vocab=self.tokenizer.vocab_size if self.tokenizer else None,
+            probe=self.tokenizer.encode(PROBE, begin=True) if self.tokenizer else (),
             announce=announce,
+            report=report or logging.getLogger("slipstream").warning,
         )
         self._numbers = count()
         self._answers: dict[str, _Answer] = {}

@@ -17,7 +17,7 @@ from slipstream.models.blocks import Loader
 from slipstream.weights.reader import CheckpointError, open_directory
 from tools.train_demo import drafters, model
 from tools.train_demo.drafters import DraftConfig
-from tools.train_demo.model import TINY
+from tools.train_demo.model import TINY, Config
 
 CONFIG = replace(TINY, vocab_size=128, max_position_embeddings=4096)
 DRAFT = DraftConfig(
@@ -55,12 +55,19 @@ def lively(weights: Weights, seed: int) -> Weights:
     return weights
 
 
-def make(seed: int = 0) -> tuple[Weights, Weights]:
+def configs(vocab: int = 128) -> tuple[Config, DraftConfig]:
+    """Target and drafter of this vocabulary."""
+    draft = replace(DRAFT, vocab_size=vocab, selector_top_k=min(vocab, DRAFT.selector_top_k))
+    return replace(CONFIG, vocab_size=vocab), draft
+
+
+def make(seed: int = 0, vocab: int = 128) -> tuple[Weights, Weights]:
     """Weights of the target with its MTP head, and of its block drafter."""
     g = torch.Generator().manual_seed(seed)
-    shapes = {**model.target_shapes(CONFIG), **drafters.mtp_shapes(CONFIG)}
-    target = lively(model.init(shapes, CONFIG.num_hidden_layers, g), seed)
-    return target, lively(drafters.init_draft(DRAFT, g), seed)
+    config, draft = configs(vocab)
+    shapes = {**model.target_shapes(config), **drafters.mtp_shapes(config)}
+    target = lively(model.init(shapes, config.num_hidden_layers, g), seed)
+    return target, lively(drafters.init_draft(draft, g), seed)
 
 
 def as_first(draft: Weights) -> Weights:
@@ -74,10 +81,13 @@ def as_first(draft: Weights) -> Weights:
     return made
 
 
-def write(path: Path, seed: int = 0, first: bool = False, **draft_changes: Any) -> Path:
+def write(
+    path: Path, seed: int = 0, first: bool = False, vocab: int = 128, **draft_changes: Any
+) -> Path:
     """A checkpoint directory with ``draft`` beside the weights; ``first``: its first version."""
-    target, draft = make(seed)
-    config = DRAFT.to_hf()
+    target, draft = make(seed, vocab)
+    sizes, draft_sizes = configs(vocab)
+    whole, config = sizes.to_hf(1, 0), draft_sizes.to_hf()
     if first:
         draft = {n: w for n, w in draft.items() if "_conv" not in n and "selector" not in n}
         part = config["dflash_config"]
@@ -88,7 +98,7 @@ def write(path: Path, seed: int = 0, first: bool = False, **draft_changes: Any) 
             config["dflash_config"][key] = value
         config[key] = value
     for folder, settings, weights in (
-        (path, CONFIG.to_hf(1, 0), target),
+        (path, whole, target),
         (path / "draft", config, draft),
     ):
         folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +107,14 @@ def write(path: Path, seed: int = 0, first: bool = False, **draft_changes: Any) 
     return path
 
 
-def heads(model: Any, path: Path, params: ParamTable, drafts: int, vocab: int = 128) -> Heads:
+def heads(
+    model: Any,
+    path: Path,
+    params: ParamTable,
+    drafts: int,
+    vocab: int = 128,
+    choose: Any = None,
+) -> Heads:
     """The drafters of such a checkpoint around a loaded target."""
 
     def refuse(name: str, error: CheckpointError) -> None:
@@ -106,7 +123,7 @@ def heads(model: Any, path: Path, params: ParamTable, drafts: int, vocab: int = 
     return load(
         find(open_directory(path), True, "auto", refuse),
         model,
-        Proposals(params),
+        choose or Proposals(params),
         loader=Loader,
         dtype=torch.float64,
         device=torch.device("cpu"),

@@ -38,6 +38,7 @@ def engine(path: Path, **settings: Any) -> Engine:
         "limits.tokens": 160,
         "limits.context": 512,
         "speculation.lookup": False,
+        "speculation.length": 15,  # everybody drafts in every step
         "speculation.require_drafter": True,
     }
     config = override(Config(model=str(path)), {**base, **settings})

@@ -31,11 +31,12 @@ class Setting:
     hint: Any  # int, float, bool, str or a Literal
     default: Any
     help: str
+    name: str = ""  # of the option, where it is not the path
 
     @property
     def option(self) -> str:
         """The option's long name, without the dashes."""
-        return self.path.removesuffix(".enabled").replace(".", "-").replace("_", "-")
+        return self.name or self.path.removesuffix(".enabled").replace(".", "-").replace("_", "-")
 
 
 def settings(node: Any = None, prefix: str = "") -> Iterator[Setting]:
@@ -48,7 +49,11 @@ def settings(node: Any = None, prefix: str = "") -> Iterator[Setting]:
             yield from settings(value, f"{prefix}{entry.name}.")
         else:
             yield Setting(
-                f"{prefix}{entry.name}", hints[entry.name], value, entry.metadata.get("help", "")
+                f"{prefix}{entry.name}",
+                hints[entry.name],
+                value,
+                entry.metadata.get("help", ""),
+                entry.metadata.get("option", ""),
             )
 
 

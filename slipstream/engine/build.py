@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,9 +12,10 @@ from slipstream.config import Config
 from slipstream.draft import loading
 from slipstream.draft.fuse import Fuse
 from slipstream.draft.lookup import Lookup
-from slipstream.engine import memory
+from slipstream.engine import examine, memory
 from slipstream.engine.batch import Inputs, Limits
 from slipstream.engine.cache import Cache
+from slipstream.engine.costs import Costs
 from slipstream.engine.engine import GREEDY, Engine
 from slipstream.engine.params import ENDS, ParamTable
 from slipstream.engine.propose import Proposals
@@ -33,6 +34,7 @@ def build(
     *,
     ends: Iterable[int] = (),
     vocab: int | None = None,
+    probe: Sequence[int] = (),
     announce: Callable[[memory.Plan], None] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Engine:
@@ -42,6 +44,7 @@ def build(
         checkpoint: opened, nothing read yet.
         ends: token ids that end a text.
         vocab: real token ids, where the checkpoint has more rows than its tokenizer has tokens.
+        probe: token ids of an ordinary text, on which drafters with weights are examined.
         announce: is given the memory plan before any weight is read.
         report: is given a line about each drafter that is left out, and why.
 
@@ -82,21 +85,26 @@ def build(
     if config.speculation.enabled and config.speculation.lookup and limits.drafts:
         children.append(Lookup(inputs.history, inputs.length, limits.drafts))
     children += heads.each
-    engine = assemble(
-        model,
-        fused(children, limits, device),
-        sized,
-        inputs,
-        params=params,
-        prefix=config.cache.prefix,
-        by_text=config.cache.reuse == "text",
-        snapshot_every=config.cache.snapshot_every,
-        row_cost=config.speculation.row_cost,
-        ends=tuple(ends),
-        vocab=outline.vocab,
-        defaults=generation_defaults(checkpoint.generation),
-        name=config.model,
-    )
+
+    def around(children: list[Drafter]) -> Engine:
+        return assemble(
+            model,
+            fused(children, limits, device),
+            sized,
+            inputs,
+            params=params,
+            prefix=config.cache.prefix,
+            by_text=config.cache.reuse == "text",
+            snapshot_every=config.cache.snapshot_every,
+            row_cost=config.speculation.row_cost,
+            fixed=config.speculation.length or None,
+            ends=tuple(ends),
+            vocab=outline.vocab,
+            defaults=generation_defaults(checkpoint.generation),
+            name=config.model,
+        )
+
+    engine = around(children)
     if len(heads.each) == len(outline.heads.each):
         taken = {"drafters": sum(heads.sizes)} if heads.each else {}
         memory.check(
@@ -108,7 +116,31 @@ def build(
                 **taken,
             },
         )
+    if probe and heads.each:
+        useless = _useless(engine, heads, probe, refuse)
+        if useless:
+            children = [c for c in children if c not in useless]
+            engine = around(children)
+    if engine.scheduler.drafting and not config.speculation.row_cost:
+        measured = examine.costs(engine, children)
+        engine.scheduler.drafting = replace(engine.scheduler.drafting, costs=measured)
     return engine
+
+
+def _useless(
+    engine: Engine, heads: loading.Heads, probe: Sequence[int], refuse: loading.Refuse
+) -> list[Drafter]:
+    """Drafters that loaded well and guess badly: damaged, or made for another model."""
+    found: list[Drafter] = []
+    for head, stood in zip(heads.each, examine.standing(engine, heads.each, probe), strict=True):
+        if stood < examine.least(head):
+            found.append(head)
+            text = (
+                f"of its drafts {stood:.2f} a step are right, and {examine.least(head):.2f} is the"
+                " least of a drafter that belongs to this model: get the one made for it"
+            )
+            refuse(head.names[0], CheckpointError(text))
+    return found
 
 
 def fused(children: list[Drafter], limits: Limits, device: torch.device) -> Drafter | None:
@@ -167,6 +199,7 @@ def assemble(
     snapshot_every: int = 1024,
     params: ParamTable | None = None,
     row_cost: float = 0.08,
+    fixed: int | None = None,
     ends: tuple[int, ...] = (),
     vocab: int | None = None,
     defaults: SamplingParams | None = None,
@@ -176,7 +209,8 @@ def assemble(
 ) -> Engine:
     """An engine around a model and a drafter that exist already.
 
-    ``params``: the table that the drafter draws by, if it looks at one.
+    ``params``: the table that the drafter draws by, if it looks at one. ``row_cost``: see
+    `Costs.flat`. ``fixed``: see `Drafting`.
     """
     limits, device = sized.limits, sized.device
     stores = model.stores + (drafter.stores if drafter else ())
@@ -194,7 +228,7 @@ def assemble(
     drafting = None
     if drafter:
         drafter.bind(cache, len(model.stores))
-        drafting = Drafting(row_cost, drafter.names, drafter.reach)
+        drafting = Drafting(Costs.flat(row_cost), drafter.names, drafter.reach, fixed)
     scheduler = Scheduler(
         limits,
         cache,
