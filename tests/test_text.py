@@ -389,6 +389,47 @@ def test_a_templates_complaints(source: str, message: str) -> None:
         Template(source).render(USER)
 
 
+ENDLESS = {
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "turns",
+    "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}": "turns",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}": "turns",
+    "{% for x in [1] recursive %}{{ loop(range(99999)) if loop.depth < 3 }}{% endfor %}": "turns",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "characters",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}": "characters",
+    "{{ 'a' * 10**10 }}": "characters",
+    "{{ [0] * 10**10 }}": "characters",
+    "{{ 10 ** 10 ** 10 }}": r"\*\*",
+    "{% set x = 'a' * 10**6 %}{% for i in range(999) %}{{ x }}{% endfor %}": "characters",
+    "{{ messages | tojson(indent=10**9) }}": "indented by 1000000000",
+    "{{ messages | tojson(indent='a' * 10**6) }}": "indented",
+}
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_ends_in_bounded_time_and_memory(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.text.template.TURNS", 20_000)
+    template = Template(source)
+    with pytest.raises(TemplateError, match=ENDLESS[source]):
+        template.render([{"role": "user", "content": "x"}])
+    with pytest.raises(TemplateError, match=ENDLESS[source]):  # nothing is left of the first
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_long_conversations_stay_within_the_bounds() -> None:
+    turns = [
+        {"role": role, "content": f"{role} {i}"}
+        for i in range(5000)
+        for role in ("user", "assistant")
+    ]
+    rendered = Template.qwen().render(turns)
+    assert rendered.count("<|im_start|>user") == 5000
+    assert "assistant 4999" in rendered
+    counted = Template("{% for m in messages %}{{ loop.index ~ m.content + ' ' * 3 }}{% endfor %}")
+    assert counted.render(turns[:2]) == "1user 0   2assistant 0   "
+
+
 def test_templates_that_cannot_be_compiled() -> None:
     with pytest.raises(TemplateError, match="syntax error in line 2"):
         Template("\n{% if %}")

@@ -10,7 +10,7 @@ import datetime
 import importlib.resources
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 # What to try, in order, for an effort that a template refuses or does not know. An entry is usable
 # if the template mentions its names; nothing usable leaves the effort out.
@@ -32,6 +34,12 @@ _EFFORTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "max": ({"reasoning_effort": "xhigh"}, {"reasoning_effort": "high"}),
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
+
+# What one rendering may take. A conversation of 10 000 messages passes some 50 000 turns of loops.
+TURNS = 2_000_000  # of loops and calls of macros together: seconds
+CHARACTERS = 2**27  # of one text: four times the body that the server takes
+INDENT = 16  # spaces a level of JSON
+_BUDGET = " turns"  # in the context; no name of a template can have a space
 
 
 class TemplateError(ValueError):
@@ -160,7 +168,8 @@ class Template:
         the template refuses becomes the nearest one that it takes.
 
         Raises:
-            TemplateError: the template's own complaint, or messages it cannot be given.
+            TemplateError: the template's own complaint, messages it cannot be given, or more than
+                `TURNS` turns of loops or `CHARACTERS` characters.
         """
         given = {key: value for key, value in kwargs.items() if value is not None}
         effort = given.get("reasoning_effort")
@@ -176,7 +185,9 @@ class Template:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._compiled[name].render(context)
+            return _rendered(self._compiled[name], context)
+        except TemplateError:
+            raise
         except jinja2.exceptions.SecurityError as error:
             raise TemplateError(
                 f"the chat template does what the sandbox forbids: {error}"
@@ -212,7 +223,7 @@ class Template:
             "add_generation_prompt": True,
         }
         try:
-            self._compiled["default"].render(context)
+            _rendered(self._compiled["default"], context)
         except Exception:
             return False
         return True
@@ -307,19 +318,114 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment(now: Callable[[], datetime.datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _rendered(compiled: jinja2.Template, context: Mapping[str, Any]) -> str:
+    return compiled.render({**context, _BUDGET: [TURNS]})
+
+
+@jinja2.pass_context
+def _turn(context: Context) -> bool:
+    """Count one turn of a loop or call of a macro against the rendering's budget."""
+    budget = context.parent[_BUDGET]
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise TemplateError(
+            f"the chat template takes more than {TURNS} turns of its loops on these messages: "
+            f"send fewer messages or arguments, or give another template"
+        )
+    return True
+
+
+def _bounded(length: int) -> None:
+    if length > CHARACTERS:
+        raise TemplateError(
+            f"the chat template makes a text of {length} characters, and {CHARACTERS} is the most: "
+            f"send less text, or give another template"
+        )
+
+
+def _join(parts: Iterable[Any]) -> str:
+    texts = [str(part) for part in parts]
+    _bounded(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list | tuple) else 0
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """A sandbox whose programs end, in bounded time and memory.
+
+    Jinja bounds a ``range`` and nothing else: loops in loops, macros that call themselves and
+    texts that double would stop a thread for good.
+    """
+
+    intercepted_binops = frozenset({"+", "*", "**"})
+    turn = staticmethod(_turn)
+    join = staticmethod(lambda *parts: _join(parts))
+    concat = staticmethod(_join)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if not all(isinstance(v, int | float) and abs(v) < 1024 for v in (left, right)):
+                raise TemplateError(
+                    f"the chat template computes {left!r:.40} ** {right!r:.40}: "
+                    f"give one that keeps to small numbers"
+                )
+        elif operator == "+":
+            _bounded(_size(left) + _size(right))
+        else:
+            for items, times in ((left, right), (right, left)):
+                if isinstance(times, int) and isinstance(items, str | list | tuple):
+                    _bounded(len(items) * times)
+        return super().call_binop(context, operator, left, right)
+
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        """Jinja's hook between a parsed template and its code: turns are counted from here on."""
+
+        def counted(at: nodes.Node) -> nodes.Call:
+            made = nodes.Call(nodes.EnvironmentAttribute("turn"), [], [], None, None)
+            return made.set_lineno(at.lineno).set_environment(self)  # type: ignore[return-value]
+
+        _Joins(self).visit(source)
+        for node in source.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+            assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock)
+            node.body.insert(0, nodes.ExprStmt(counted(node), lineno=node.lineno))
+            if isinstance(node, nodes.For) and node.test is not None:  # runs where the body may not
+                node.test = nodes.And(counted(node), node.test, lineno=node.lineno)
+        return super()._generate(source, *args, **kwargs)
+
+
+class _Joins(NodeTransformer):
+    """``a ~ b`` as a call that looks at the length."""
+
+    def __init__(self, environment: _Sandbox) -> None:
+        self._environment = environment
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        made = nodes.Call(nodes.EnvironmentAttribute("join"), node.nodes, [], None, None)
+        return made.set_lineno(node.lineno).set_environment(self._environment)
+
+
+def _environment(now: Callable[[], datetime.datetime]) -> _Sandbox:
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
 
     def tojson(
         value: Any,
         ensure_ascii: bool = False,
-        indent: int | None = None,
+        indent: int | str | None = None,
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         # Jinja's own escapes <, > and & for HTML, which no model was trained on.
+        if _size(indent) > INDENT or (isinstance(indent, int) and indent > INDENT):
+            raise TemplateError(
+                f"the chat template asks for JSON indented by {indent!r:.40}: "
+                f"give one that indents by at most {INDENT} spaces"
+            )
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
