@@ -395,13 +395,15 @@ main(["chat", "--max-tokens", "1000", *sys.argv[1:]])
 """
 
 
-def test_piped() -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # locales differ in it
+def test_piped(errors: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "--system", "s", "--temperature", "0.5"],
         input="one\r\n/walk\nzwei \xff".encode("latin-1"),
         capture_output=True,
         cwd=ROOT,
         timeout=20,
+        env={**os.environ, "PYTHONIOENCODING": f"utf-8:{errors}"},
     )
     assert done.stdout.decode() == (
         "got <system>s<user>one at 0.5\n"

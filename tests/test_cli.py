@@ -295,6 +295,18 @@ def test_wrong_usage_exits_2(calls: Calls, capsys: pytest.CaptureFixture[str], l
     assert calls.prompt == ""
 
 
+@pytest.mark.parametrize(
+    "model", ["", " ", "nowhere", "/nowhere/at/all", "./nowhere", "no where/x"]
+)
+def test_a_model_that_is_not_there_is_wrong_usage(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("run", "hello", "--model", model) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert "give a" in err
+
+
 def test_an_empty_prompt_is_refused(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", "") == 2
     assert "prompt is empty" in capsys.readouterr().err

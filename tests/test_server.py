@@ -24,6 +24,7 @@ from served import HELLO, Site
 import slipstream
 from slipstream.request import Request, SamplingParams
 from slipstream.server.gate import KeyFileError, read_keys
+from slipstream.server.schema import ChatBody, CompletionBody
 
 Opener = Callable[..., Site]
 
@@ -524,7 +525,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": "x"}, "seed", "integer"),
     ({"stop": 5}, "stop", "string"),
     ({"stop": ["a", 5]}, "stop", "string"),
-    ({"stop": ""}, None, "empty"),
+    ({"stop": ""}, "stop", "empty"),
     ({"stop": ["s"] * 17}, "stop", "17"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token id"),
     ({"logit_bias": {"1": "y"}}, "logit_bias.1", "number"),
@@ -532,7 +533,7 @@ CHAT_ERRORS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"logit_bias": {str(VOCAB): 1}}, "logit_bias", str(VOCAB)),
     ({"logprobs": 3}, "logprobs", "boolean"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "20"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
     ({"stream": "yes"}, "stream", "boolean"),
     ({"stream_options": 5}, "stream_options", "object"),
     ({"tools": {}}, "tools", "array"),
@@ -573,6 +574,71 @@ def test_chat_errors(site: Site, fields: dict[str, Any], param: str | None, word
 def test_completion_errors(site: Site, fields: dict[str, Any], param: str, word: str) -> None:
     error = check_error(site.complete(**fields), 400, word)
     assert error["param"] == param
+
+
+# A value of the wrong type or out of range for every field that both endpoints take.
+FIELD_ERRORS: dict[str, list[Any]] = {
+    "model": [5],
+    "stream": ["x"],
+    "stream_options": [5],
+    "max_tokens": ["x", 0, -1],
+    "min_tokens": ["x", -1],
+    "temperature": ["x", -1, 101],
+    "top_p": ["x", 0, 2],
+    "top_k": ["x", -5],
+    "min_p": ["x", 2],
+    "repetition_penalty": ["x", 0],
+    "presence_penalty": ["x", 101],
+    "frequency_penalty": ["x", -101],
+    "logit_bias": [5, {"1": 1e9}, {str(i): 1 for i in range(301)}, {"x": 1}],
+    "seed": ["x", 2**70],
+    "n": ["x", 0],
+    "stop": [5, "", ["s"] * 17],
+    "stop_token_ids": [5, [1] * 17],
+    "ignore_eos": ["x"],
+    "speculate": ["x"],
+}
+OF_CHAT = {
+    "messages": [5, []],
+    "max_completion_tokens": ["x", 0],
+    "logprobs": ["x"],
+    "tools": [5],
+    "tool_choice": ["required"],
+    "response_format": ["json"],
+    "reasoning_effort": [5],
+    "enable_thinking": ["x"],
+    "chat_template_kwargs": [5],
+}
+OF_COMPLETIONS = {
+    "prompt": [5, None],
+    "echo": ["x"],
+    "logprobs": ["x", 21, -1],
+    "suffix": [5, "x"],
+    "best_of": ["x", 3],
+}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_every_error_of_a_field_names_it(open_site: Opener, chat: bool) -> None:
+    site = open_site()
+    ask = site.chat if chat else site.complete
+    table = FIELD_ERRORS | (OF_CHAT if chat else OF_COMPLETIONS)
+    shape = ChatBody if chat else CompletionBody
+    # A field that nobody put into the table is not tested: only these have none.
+    assert shape.model_fields.keys() - table.keys() <= {"top_logprobs", "share"}
+    for field, values in table.items():
+        for value in values:
+            answer = ask(**{field: value})
+            assert answer.status_code == 400, (field, value, answer.text)
+            param = answer.json()["error"]["param"]
+            assert param is not None and param.split(".")[0] == field, (field, value, answer.text)
+    both = ask(min_tokens=9, max_tokens=3)
+    assert check_error(both, 400)["param"] == "min_tokens"
+    if chat:
+        for count in (-1, 21, "x"):
+            error = check_error(ask(logprobs=True, top_logprobs=count), 400, "top_logprobs")
+            assert error["param"] == "top_logprobs"
+        check_error(ask(max_completion_tokens=0), 400, "max_completion_tokens is 0")
 
 
 @pytest.mark.parametrize(

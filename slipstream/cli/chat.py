@@ -8,6 +8,7 @@ engine runs in its own thread, so that Ctrl-C never falls into the middle of a s
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import logging
 import sys
@@ -551,6 +552,8 @@ def chat(
     values = {name: value for name, value in given.items() if value is not None}
     SamplingParams(**values)  # type: ignore[arg-type]  # before minutes of loading
 
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # for `_clean`; some locales are strict
     live = sys.stdin.isatty() and sys.stdout.isatty()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s") if debug else _OneLine("%(message)s"))

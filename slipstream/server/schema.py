@@ -143,6 +143,10 @@ class Body(BaseModel):
         """Log-probability alternatives per token; None: no log-probabilities."""
         return None
 
+    def aliases(self) -> dict[str, str]:
+        """Fields of the request by the engine's name, where they differ."""
+        return {}
+
 
 class ChatBody(Body):
     """Body of ``POST /v1/chat/completions``."""
@@ -169,6 +173,12 @@ class ChatBody(Body):
                 )
             return None
         return self.top_logprobs or 0
+
+    def aliases(self) -> dict[str, str]:
+        named = {"logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            named["max_tokens"] = "max_completion_tokens"
+        return named
 
     def template_arguments(self) -> dict[str, Any]:
         """What the template gets beside messages and tools."""
@@ -269,15 +279,21 @@ def sampling(body: Body) -> SamplingParams:
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except RequestError as error:
-        raise refused(error) from None
+        refusal = refused(error)
+        # What was sent under another name is named as it was sent.
+        sent = body.aliases().get(refusal.param or "")
+        if sent is not None:
+            refusal = refused(RequestError(str(error).replace(str(refusal.param), sent, 1)))
+        raise refusal from None
 
 
 def refused(error: RequestError) -> ApiError:
     """A refusal of the engine or the template, as clients see it."""
     message = str(error)
-    first = message.split(" ", 1)[0]
-    known = first in ChatBody.model_fields or first in CompletionBody.model_fields
-    return ApiError(400, message, param=first if known else None)
+    # A refusal names its field, with few words before it: "a logit_bias value", "an empty stop".
+    words = message.split()[:3]
+    known = [w for w in words if w in ChatBody.model_fields or w in CompletionBody.model_fields]
+    return ApiError(400, message, param=known[0] if known else None)
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
