@@ -134,6 +134,8 @@ class LLM:
             announce=announce,
             report=report or logging.getLogger("slipstream").warning,
         )
+        for doubt in checkpoint.doubts(self.engine.vocab):
+            (report or logging.getLogger("slipstream").warning)(doubt)
         self._numbers = count()
         self._answers: dict[str, _Answer] = {}
 

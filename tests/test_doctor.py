@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.__main__ import main
 from slipstream.cli import doctor
 from slipstream.cli.doctor import Finding, checkpoint, machine
+from slipstream.llm import LLM
 
 
 def of(findings: list[Finding], check: str) -> Finding:
@@ -281,3 +282,41 @@ def test_the_table_and_the_exit_code(
     assert call("--model", str(path), "--json") == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
     assert call() == 0
+
+
+def test_weights_that_are_no_numbers(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m", tiny.LLAMA)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    finding = of(list(checkpoint(str(path))), "numbers")
+    assert finding.status == "fail"
+    assert "model.norm.weight (1 of 48)" in finding.detail
+
+
+JUNK = {
+    "eos_token_id": ["x", 10**20, -1, 97, 1],
+    "temperature": "hot",
+    "top_k": -5,
+    "top_p": 0.5,
+}
+
+
+def test_settings_that_make_no_sense_are_named(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m", tiny.LLAMA, quantization_config={"quant_method": "awq"})
+    (path / "generation_config.json").write_text(json.dumps(JUNK))
+    told = [f.detail for f in checkpoint(str(path)) if f.check == "settings"]
+    for word in (
+        "eos_token_id 'x'",
+        f"eos_token_id {10**20}",
+        "eos_token_id -1",
+        "eos_token_id 97",
+        "temperature 'hot'",
+        "top_k -5",
+        "'awq'",
+    ):
+        assert sum(f"{word} " in text or f"{word}," in text for text in told) == 1, (word, told)
+    assert len(told) == 7
+    warned: list[str] = []
+    LLM(str(path), report=warned.append, dtype="float32", limits__context=256)
+    assert [text for text in warned if text in told] == told

@@ -300,6 +300,7 @@ def checkpoint(model: str) -> Iterator[Finding]:
         ("tokenizer", lambda: _tokenizer(made)),
         ("template", lambda: _template(made)),
         ("sampling", lambda: _sampling(made)),
+        ("numbers", lambda: _numbers(made)),
         ("room", lambda: _room(model)),
     ):
         yield from _guarded(name, check)
@@ -464,6 +465,27 @@ def _sampling(made: Checkpoint) -> Iterator[Finding]:
         if broken
         else ", ".join(given) or "greedy, the checkpoint says nothing else",
     )
+
+
+def _numbers(made: Checkpoint) -> Iterator[Finding]:
+    """Every value of the weights; loading does not look, since that takes as long as reading."""
+    wrong: list[str] = []
+    for name in sorted(made.names()):
+        tensor = made.entry(name).read()
+        if tensor.is_floating_point() and tensor.itemsize > 1:
+            count = int((~tensor.isfinite()).sum())
+            if count:
+                wrong.append(f"{name} ({count} of {tensor.numel()})")
+    yield Finding(
+        "numbers",
+        "fail" if wrong else "ok",
+        f"NaN or infinite values in {_few(wrong)}: download the weights again"
+        if wrong
+        else "all weights are finite",
+    )
+    vocab = made.config.get("vocab_size")
+    for doubt in made.doubts(vocab) if isinstance(vocab, int) else ():
+        yield Finding("settings", "warn", doubt)
 
 
 def _room(model: str) -> Iterator[Finding]:

@@ -48,6 +48,14 @@ _RENAMES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
+# What sampling values of generation_config.json may be.
+_SAMPLING: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_k": (-1, 1_000_000),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+}
 _UNUSED = (
     "model.visual.",
     "visual.",
@@ -197,6 +205,39 @@ class Checkpoint:
                 f"{', '.join(unread[:5])}{more}; this architecture or storage format is not supported as it "
                 f"stands, report it with the config.json"
             )
+
+    def doubts(self, vocab: int) -> list[str]:
+        """Settings beside the weights that are ignored because they make no sense, one sentence each.
+
+        vocab: token ids of the model, to check end ids by.
+        """
+        found: list[str] = []
+        for file, source in (
+            ("generation_config.json", self.generation),
+            ("config.json", self.config),
+        ):
+            ends = source.get("eos_token_id")
+            for end in ends if isinstance(ends, list) else [ends]:
+                if end is not None and not (type(end) is int and 0 <= end < vocab):
+                    found.append(
+                        f"eos_token_id {end!r:.40} in {file} is no id from 0 to {vocab - 1}: correct it"
+                    )
+        for key, (low, high) in _SAMPLING.items():
+            value = self.generation.get(key)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and low <= value <= high):
+                found.append(
+                    f"{key} {value!r:.40} in generation_config.json is no number from {low} to {high} "
+                    f"and is ignored: correct it"
+                )
+        method = self.config.get("quantization_config")
+        method = method.get("quant_method") if isinstance(method, dict) else method
+        if method not in (None, "compressed-tensors"):
+            found.append(
+                f"config.json says the weights are quantized by {method!r:.40}, which is not read; they "
+                f"are taken as the tensors are stored: check that both belong together"
+            )
+        return found
 
     def _missing(self, name: str) -> CheckpointError:
         close = difflib.get_close_matches(name, self._entries, n=3, cutoff=0.75)
