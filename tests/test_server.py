@@ -947,3 +947,23 @@ def test_the_log_has_counts_and_no_text(site: Site, caplog: pytest.LogCaptureFix
     assert "prompt=30 cached=4 completion=4" in line
     assert answer.headers["x-request-id"] in line
     assert "confidential" not in line
+
+
+def test_seeded_text_is_the_same_on_a_prefix_hit(tmp_path: Path) -> None:
+    import tiny
+
+    from slipstream.llm import LLM
+
+    path = tiny.write(tmp_path / "m", tiny.QWEN)
+    llm = LLM(str(path), dtype="float64", cache__reuse="exact", limits__context=512)
+    prompt = [random.Random(5).randrange(2, 97) for _ in range(300)]
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=40, ignore_eos=True)
+    texts, cached = [], []
+    for _ in range(3):
+        [output] = llm.generate([prompt], params)
+        texts.append(output.completions[0].token_ids)
+        cached.append(output.usage.cached_tokens)
+    assert cached[0] == 0 and max(cached) >= 192, cached
+    assert texts[1] == texts[0] and texts[2] == texts[0]
+    [other] = llm.generate([prompt], dataclasses.replace(params, seed=12))
+    assert other.completions[0].token_ids != texts[0]
