@@ -9,6 +9,8 @@ import sys
 USAGE = 2  # exit codes
 FAILURE = 1
 INTERRUPTED = 130
+# Errors that say the command was wrong, by name: their modules are loaded by commands only.
+WRONG_USAGE = ("ConfigError", "RequestError", "TooLong", "NoSuchModel")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -43,7 +45,7 @@ def main(args: list[str] | None = None) -> None:
         if debug:
             raise
         print(f"error: {_sentence(error)}", file=sys.stderr)
-        sys.exit(USAGE if type(error).__name__ in ("ConfigError", "RequestError") else FAILURE)
+        sys.exit(USAGE if type(error).__name__ in WRONG_USAGE else FAILURE)
 
 
 def _sentence(error: Exception) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
-from slipstream.config import Config, ConfigError, override
+from slipstream.config import Config, override
 from slipstream.engine.build import build
 from slipstream.engine.engine import Engine
 from slipstream.engine.memory import Plan
@@ -28,8 +27,8 @@ from slipstream.request import (
 from slipstream.text.stop import StopStrings
 from slipstream.text.template import Template
 from slipstream.text.tokenizer import Incremental, Tokenizer
-from slipstream.weights.reader import Checkpoint, CheckpointError
-from slipstream.weights.sources import BUILTINS, open_checkpoint, resolve
+from slipstream.weights.reader import Checkpoint
+from slipstream.weights.sources import open_checkpoint, resolve
 
 Prompt = str | Sequence[int]
 
@@ -123,7 +122,7 @@ class LLM:
         if model is not None:
             changes["model"] = model
         self.config = override(config or Config(), changes)
-        checkpoint = open_checkpoint(find(self.config.model))
+        checkpoint = open_checkpoint(resolve(self.config.model))
         self.tokenizer, self.template = text_side(checkpoint)
         self.engine: Engine = build(
             self.config,
@@ -162,7 +161,7 @@ class LLM:
             raise RequestError(
                 "this checkpoint has no tokenizer.json: give token ids, or add the file"
             )
-        return self.tokenizer.encode(prompt, begin=True)
+        return self.tokenizer.encode(prompt, begin=True, most=self.context)
 
     def generate(
         self,
@@ -374,26 +373,6 @@ def _batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not isinstance(p, str) and not ids:
             raise RequestError(f"a prompt is {p!r}: give text or a list of token ids")
     return items
-
-
-def find(model: str) -> Path:
-    """Where the model that a config names is on disk, fetching it first if need be.
-
-    Raises:
-        ConfigError: what was typed names nothing. CheckpointError: it cannot be fetched.
-    """
-    if not model.strip():
-        raise ConfigError(
-            "model is empty: give a checkpoint directory, a .gguf file, a built-in name such as"
-            " smollm2, or a hub id"
-        )
-    try:
-        return resolve(model)
-    except CheckpointError as error:
-        # Failures of a download have a cause; a name that is neither on disk nor a hub id has none.
-        if model in BUILTINS or error.__context__ is not None:
-            raise
-        raise ConfigError(str(error)) from None
 
 
 def text_side(checkpoint: Checkpoint) -> tuple[Tokenizer | None, Template | None]:

@@ -6,6 +6,7 @@ Nothing here knows tensors, files or HTTP.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -13,6 +14,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 class RequestError(ValueError):
     """A request that cannot be served as it stands; the text says what to change."""
+
+
+class TooLong(RequestError):
+    """A prompt that cannot fit, however it is cut into tokens."""
 
 
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
@@ -63,7 +68,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # alternatives per token; 0 = the chosen token only
     prompt_logprobs: int | None = None
-    speculate: bool = True
+    speculate: bool = True  # draft and verify; never changes the text's distribution
+    share: bool = True  # this text may help to draft others of the same scope, and theirs this one
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:
@@ -168,18 +174,43 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What drafting did for one request."""
+    """What drafting did for one request. A draft counts once it is verified."""
 
     steps: int = 0  # steps that decided at least one token
     tokens: int = 0  # decided in them
     drafted: int = 0
     accepted: int = 0
     accepted_by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_position: tuple[int, ...] = ()  # entry j: drafts at position j of their span
+    accepted_by_position: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()  # entry k: steps that verified k drafts
 
     @property
     def tokens_per_step(self) -> float:
         """Tokens a deciding step yields on average; 1.0 without speculation."""
         return self.tokens / self.steps if self.steps else 0.0
+
+    def __add__(self, other: Speculation) -> Speculation:
+        """Both together."""
+
+        def places(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+        def names(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+            return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}
+
+        return Speculation(
+            self.steps + other.steps,
+            self.tokens + other.tokens,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            names(self.accepted_by_source, other.accepted_by_source),
+            names(self.drafted_by_source, other.drafted_by_source),
+            places(self.drafted_by_position, other.drafted_by_position),
+            places(self.accepted_by_position, other.accepted_by_position),
+            places(self.lengths, other.lengths),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class Delta:
 class Bytes:
     """A tokenizer of bytes."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:
@@ -95,6 +95,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
             announce(types.SimpleNamespace(line="1 GiB planned"))
             made.fail()
             self.tokenizer, self.template = made.tokenizer, made.template
+            self.context = 100
 
         def generate(self, prompts: list[str | list[int]], params: SamplingParams) -> list[Output]:
             return [made.answer(prompt, params) for prompt in prompts]
@@ -301,10 +302,11 @@ def test_wrong_usage_exits_2(calls: Calls, capsys: pytest.CaptureFixture[str], l
 def test_a_model_that_is_not_there_is_wrong_usage(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("run", "hello", "--model", model) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert "give a" in err
+    for command in (("run", "hello"), ("plan",), ("chat",), ("serve",), ("bench", "steps")):
+        assert call(*command, "--model", model) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1
+        assert "give a" in err
 
 
 def test_an_empty_prompt_is_refused(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ READBACK = {
     "kernels/reference.py": "the definition: clarity before speed",
     "kernels/cpu.py": "the CPU's own form: nothing to stall",
     "engine/engine.py": "readback: the one wait of a step",
+    "engine/examine.py": "before the first request, and to wait for what it times",
     "draft/lookup.py": "its index lives on the host; it reads a few integers a step",
     "draft/fuse.py": "asks lookup to continue another drafter's block",
 }

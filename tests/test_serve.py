@@ -41,7 +41,7 @@ def load(config, announce):
     return local.Loaded(engine, ByteText(), None, close)
 
 local.load = load
-text.CheckpointText = lambda tokenizer, template: tokenizer
+text.CheckpointText = lambda tokenizer, *_: tokenizer
 main(["serve", *sys.argv[1:]])
 """
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from slipstream.request import RequestError
+from slipstream.request import RequestError, TooLong
 from slipstream.text.stop import StopStrings
 from slipstream.text.template import Template, TemplateError, normalize
 from slipstream.text.tokenizer import _BYTE_OF, PROBE, Incremental, Tokenizer, TokenizerError
@@ -48,6 +48,20 @@ def byte_level() -> Tokenizer:
     )
     backend.add_tokens(["<think>", "    ", "<｜é｜>"])
     return Tokenizer(backend, eos_ids=[backend.token_to_id("<|im_end|>")])
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning() -> None:
+    tokenizer = byte_level()
+    text = "The quick brown fox. " * 100_000
+    begin = time.perf_counter()
+    with pytest.raises(TooLong, match="2100000 characters.* 1600 are .* may have 100"):
+        tokenizer.encode(text, most=100)
+    assert time.perf_counter() - begin < 0.2
+    # Characters alone say nothing: runs of spaces are few tokens.
+    spaces = " " * 4000
+    assert tokenizer.encode(spaces, most=len(tokenizer.encode(spaces))) == tokenizer.encode(spaces)
+    # A little too long is the caller's to say, with the exact number.
+    assert len(tokenizer.encode(text[:1000], most=70)) > 70
 
 
 @cache

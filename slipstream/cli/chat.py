@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
 
 import typer
 
+from slipstream.cli.drafts import Painter, legend, summary, wants_colour
 from slipstream.cli.settings import Debug, with_config
 from slipstream.config import Config
 from slipstream.request import Output, Request, RequestError, SamplingParams
@@ -244,6 +245,7 @@ class Session:
         out: where answers go.
         err: where notes go.
         live: a person watches: show prompts and a line of numbers.
+        painter: makes what colours an answer by its drafters; None: no colours.
     """
 
     def __init__(
@@ -254,7 +256,9 @@ class Session:
         err: TextIO,
         *,
         live: bool = False,
+        painter: Callable[[], Painter] | None = None,
     ) -> None:
+        self._painter = painter
         self._talk = talk
         self._read = read
         self._out = out
@@ -326,10 +330,11 @@ class Session:
         try:
             rendered, tokens = self._talk.prompt(text)
             stream = self._talk.ask(text, tokens)
+            painter = self._painter() if self._painter else None
             try:
                 for last in stream:
                     parts.append(last.text)
-                    self._out.write(last.text)
+                    self._out.write(_painted(painter, last))
                     self._out.flush()
             finally:
                 close = getattr(stream, "close", None)
@@ -355,6 +360,8 @@ class Session:
                 self._note("cut: max_tokens or the end of the context is reached")
             if self._live:
                 self._note(self._numbers.line())
+            if painter:
+                self._note(summary(last.output.speculation))
         self._talk.keep(text, rendered, said)
         self._unsent = None
         return True
@@ -473,6 +480,14 @@ class Session:
         self._note(text)
 
 
+def _painted(painter: Painter | None, delta: Delta) -> str:
+    """A delta's text, coloured by who drafted it if there is a painter."""
+    if painter is None:
+        return delta.text
+    output = delta.output
+    return painter.feed(delta.text, output.tokens, output.sources) if output else delta.text
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ValueError) and type(error).__module__.startswith("slipstream."):
         return str(error)
@@ -533,6 +548,9 @@ def chat(
         int | None, typer.Option(help="Tokens of an answer at most; default: to the context's end.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampled text repeatable.")] = None,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour each token by who drafted it.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Talk with a model in the terminal.
@@ -569,13 +587,24 @@ def chat(
         if made.tokenizer is None or made.template is None:
             lacks = "tokenizer" if made.tokenizer is None else "chat template"
             raise RequestError(f"{config.model} has no {lacks}: use slipstream run --raw")
-        voice = Voice(made.serving, CheckpointText(made.tokenizer, made.template))
+        side = CheckpointText(made.tokenizer, made.template)
+        voice = Voice(made.serving, side)
         context = made.serving.about().context
         talk = Conversation(voice, made.tokenizer, made.template, context)
         talk.system, talk.values = system, values
-        session = Session(talk, reader(sys.stdin, live), sys.stdout, sys.stderr, live=live)
+        coloured = wants_colour(sys.stdout)
+        session = Session(
+            talk,
+            reader(sys.stdin, live),
+            sys.stdout,
+            sys.stderr,
+            live=live,
+            painter=(lambda: Painter(side.decoder(), coloured)) if show_drafts else None,
+        )
         if live:
             print("/help lists the commands, Ctrl-D leaves", file=sys.stderr, flush=True)
+        if show_drafts:
+            print(legend(wants_colour(sys.stderr)), file=sys.stderr, flush=True)
         session.run()
         voice.close()
     finally:

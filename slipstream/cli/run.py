@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from slipstream.cli.drafts import Painter, legend, summary, wants_colour
 from slipstream.cli.settings import Debug, with_config
 from slipstream.config import Config
 from slipstream.request import RequestError, SamplingParams
@@ -60,6 +61,9 @@ def run(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of streaming text.")
     ] = False,
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="Colour each token by who drafted it.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Answer one prompt.
@@ -70,6 +74,8 @@ def run(
         raise RequestError("--raw gives the prompt as it is: leave out --system")
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs is part of the JSON object: add --json")
+    if show_drafts and as_json:
+        raise RequestError("--show-drafts colours streamed text: leave out --json")
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -96,8 +102,10 @@ def run(
         [output] = llm.generate([asked], params)
         print(json.dumps(_record(llm, config, output, load), ensure_ascii=False))
     else:
-        output = _stream(llm, asked, params)
+        output = _stream(llm, asked, params, _painter(llm) if show_drafts else None)
         print(_dim(_summary(output, load)), file=sys.stderr)
+        if show_drafts:
+            print(_dim(summary(output.speculation)), file=sys.stderr)
 
 
 def _read_stdin() -> str:
@@ -120,17 +128,30 @@ def _prompt(llm: LLM, text: str, system: str | None, raw: bool) -> str | list[in
         return text
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    return llm.tokenizer.encode(llm.template.render(messages))
+    return llm.tokenizer.encode(llm.template.render(messages), most=llm.context)
 
 
-def _stream(llm: LLM, asked: str | list[int], params: SamplingParams) -> RequestOutput:
+def _painter(llm: LLM) -> Painter:
+    """Colours for the answer; the legend is printed at once."""
+    from slipstream.text.tokenizer import Incremental
+
+    assert llm.tokenizer is not None, "the prompt was encoded with it"
+    print(legend(wants_colour(sys.stderr)), file=sys.stderr, flush=True)
+    return Painter(Incremental(llm.tokenizer), wants_colour(sys.stdout))
+
+
+def _stream(
+    llm: LLM, asked: str | list[int], params: SamplingParams, painter: Painter | None = None
+) -> RequestOutput:
     output: RequestOutput | None = None
     last = "\n"
     for delta in llm.stream(asked, params):
         if delta.text:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
             last = delta.text[-1]
+        text = painter.feed(delta.text, delta.token_ids, delta.sources) if painter else delta.text
+        if text:
+            sys.stdout.write(text)
+            sys.stdout.flush()
         output = delta.output or output
     if last != "\n":
         print(flush=True)

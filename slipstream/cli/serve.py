@@ -70,7 +70,7 @@ def serve(
             raise ConfigError(
                 f"{config.model} has no tokenizer, and clients send text: add its tokenizer.json"
             )
-        text = CheckpointText(made.tokenizer, made.template)
+        text = CheckpointText(made.tokenizer, made.template, made.serving.about().context)
         app = create_app(made.serving, text, names, keys=keys)
 
         def ready() -> None:

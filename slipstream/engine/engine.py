@@ -13,6 +13,7 @@ from slipstream.draft.table import empty
 from slipstream.engine import memory
 from slipstream.engine.batch import Inputs, Limits, Sequence, Span
 from slipstream.engine.cache import Cache
+from slipstream.engine.costs import Costs
 from slipstream.engine.params import ENDS, ParamTable
 from slipstream.engine.prefix import Lineage
 from slipstream.engine.protocols import Drafter, Model, ServingFacts
@@ -164,7 +165,7 @@ class Engine:
             raise ValueError("only an idle engine takes another drafter, and one without stores")
         drafter.bind(self.cache, 0)
         self.drafter, self.taps = drafter, ()
-        self.scheduler.drafting = Drafting(0.0, drafter.names)
+        self.scheduler.drafting = Drafting(Costs.flat(0.0), drafter.names, fixed=self.limits.drafts)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -191,7 +192,7 @@ class Engine:
             self.inputs.admit(slot, sequence.tokens)
             self.params.set(slot, sequence.params, sequence.prompt, self.ends, sequence.seed)
             if self.drafter:
-                self.drafter.reset(slot, sequence.request.scope)
+                self.drafter.reset(slot, sequence.request.scope, sequence.params.share)
         self.scheduler.admitted.clear()
 
     def run_target(self, batch: Batch) -> tuple[Hidden, Tensor]:

@@ -21,10 +21,11 @@ from fastapi import Request as HttpRequest
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from slipstream.request import Request, RequestError, SamplingParams
+from slipstream.request import Request, RequestError, SamplingParams, TooLong
 from slipstream.server import openai, schema
 from slipstream.server.answer import Answer, Open, Piece, failed
 from slipstream.server.gate import NOTE, OWNER, Gate, RequestLog
+from slipstream.server.metrics import Metrics
 from slipstream.server.schema import ApiError, ChatBody, CompletionBody, TextSide
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ MAX_BODY = 32 * 2**20  # bytes; a million tokens of text take about a sixth of i
 EARLY = 0.1
 ENDPOINTS = (
     "POST /v1/chat/completions, POST /v1/completions, GET /v1/models, GET /v1/models/{id}, "
-    "GET /health"
+    "GET /health, GET /metrics"
 )
 
 
@@ -66,13 +67,15 @@ def create_app(
     names = (model_name,) if isinstance(model_name, str) else tuple(model_name)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.state.open = Open()
-    server = _Server(serving, text, names, app.state.open, int(time.time()))
+    metrics = Metrics(serving)
+    server = _Server(metrics, text, names, app.state.open, int(time.time()))
 
     app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"])
     app.add_api_route("/v1/completions", server.completions, methods=["POST"])
     app.add_api_route("/v1/models", server.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_api_route("/health", server.health, methods=["GET"])
+    app.add_api_route("/metrics", metrics.page, methods=["GET"])
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_failure)
@@ -203,7 +206,7 @@ class _Server:
             prompt = self._text.render(messages, body.offered_tools(), body.template_arguments())
         except RequestError as error:
             raise ApiError(400, str(error), param="messages") from None
-        tokens = tuple(self._text.encode_chat(prompt))
+        tokens = _encoded(self._text.encode_chat, prompt, "messages")
         head = _head("chatcmpl", model)
         requests = self._requests(head.id, [tokens], params, owner, "messages")
         return _Job(
@@ -238,7 +241,7 @@ class _Server:
         for prompt in prompts:
             tokens = prompt.tokens
             if tokens is None:
-                tokens = tuple(self._text.encode(prompt.text or ""))
+                tokens = _encoded(self._text.encode, prompt.text or "", "prompt")
             encoded.append(tokens)
             echo = self._echo(prompt.text, tokens) if body.echo else None
             echoes += [echo] * params.n
@@ -317,6 +320,14 @@ class _Server:
             raise ApiError(
                 400, f"prompt has token id {wrong}: give ids from 0 to {vocab - 1}", param=param
             )
+
+
+def _encoded(encode: Callable[[str], list[int]], text: str, param: str) -> tuple[int, ...]:
+    try:
+        return tuple(encode(text))
+    except RequestError as error:
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        raise ApiError(400, str(error), param=param, code=code) from None
 
 
 def _head(prefix: str, model: str) -> openai.Head:

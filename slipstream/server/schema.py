@@ -130,6 +130,7 @@ class Body(BaseModel):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     speculate: bool | None = None
+    share: bool | None = None
 
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk that carries the usage."""
@@ -275,6 +276,7 @@ def sampling(body: Body) -> SamplingParams:
         "ignore_eos": body.ignore_eos,
         "logprobs": body.alternatives(),
         "speculate": body.speculate,
+        "share": body.share,
     }
     try:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})

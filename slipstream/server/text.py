@@ -12,19 +12,25 @@ from slipstream.text.tokenizer import Incremental, Tokenizer
 
 
 class CheckpointText:
-    """A checkpoint's tokenizer and, if it has one, its chat template."""
+    """A checkpoint's tokenizer and, if it has one, its chat template.
 
-    def __init__(self, tokenizer: Tokenizer, template: Template | None) -> None:
-        self._tokenizer = tokenizer
+    ``most``: tokens of a prompt and its answer; texts far longer are refused before they are
+    encoded.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: Template | None, most: int | None = None
+    ) -> None:
+        self._tokenizer, self._most = tokenizer, most
         self._template = template
 
     def encode(self, text: str) -> list[int]:
         """Ids of a raw prompt, with the tokenizer's own first tokens."""
-        return self._tokenizer.encode(text, begin=True)
+        return self._tokenizer.encode(text, begin=True, most=self._most)
 
     def encode_chat(self, text: str) -> list[int]:
         """Ids of a rendered conversation."""
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, most=self._most)
 
     def render(
         self,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from slipstream.request import RequestError
+from slipstream.request import RequestError, TooLong
 
 PROBE = "Hello, world! 123 äß 你好 🙂\n\tx = y"  # in NFC, as some tokenizers normalize to it
 
@@ -35,6 +35,9 @@ _WORDS: Mapping[str, str] = {
     ),
 }
 _PRE_TOKENIZERS = (*_WORDS, "smollm", "gpt-2", "default")
+
+
+_CHARACTERS = 16  # a token rarely spells more
 
 
 class TokenizerError(ValueError):
@@ -205,11 +208,26 @@ class Tokenizer:
         ends += [vocab[n] for n in _ENDS if n in vocab and types[vocab[n]] == _CONTROL]
         return cls(backend, [end for end in ends if end is not None], bos)
 
-    def encode(self, text: str, *, begin: bool = False) -> list[int]:
+    def encode(self, text: str, *, begin: bool = False, most: int | None = None) -> list[int]:
         """Ids of a text in which special tokens are meant, such as a rendered chat template.
 
-        begin: put the tokenizer's own first tokens (bos) in front, for a text without a template.
+        Args:
+            begin: put the tokenizer's own first tokens (bos) in front, for a text without a
+                template.
+            most: tokens that there is room for. A text far too long is refused by its beginning,
+                before seconds go into the rest of it; one a little too long is not.
+
+        Raises:
+            TooLong: it does not fit.
         """
+        if most is not None and len(text) > _CHARACTERS * most:
+            # Where it is cut, the last word may come apart into other tokens: so twice as many.
+            head = len(self._ids(self.backend, text[: _CHARACTERS * most], begin))
+            if head > 2 * most:
+                raise TooLong(
+                    f"the prompt has {len(text)} characters, and its first {_CHARACTERS * most} are"
+                    f" {head} tokens where prompt and answer together may have {most}: shorten it"
+                )
         return self._ids(self.backend, text, begin)
 
     @staticmethod

@@ -55,6 +55,10 @@ _HUB_ID = re.compile(
 )
 
 
+class NoSuchModel(CheckpointError):
+    """What was asked for names nothing: neither on disk, nor built in, nor a hub id."""
+
+
 def resolve(
     model: str,
     *,
@@ -73,9 +77,14 @@ def resolve(
     endpoint, token: of the hub, if not the client's defaults.
 
     Raises:
-        CheckpointError: nothing is there, or it cannot be fetched; the text says why and what to
-            do.
+        NoSuchModel: the name names nothing. CheckpointError: it cannot be used or fetched. The
+            text says why and what to do.
     """
+    if not model.strip():
+        raise NoSuchModel(
+            "model is empty: give a checkpoint directory, a .gguf file, a built-in name such as"
+            " smollm2, or a hub id"
+        )
     if model in BUILTINS:
         return obtain(BUILTINS[model], cache or cache_directory())
     if model == "demo":
@@ -90,7 +99,7 @@ def resolve(
     looks_local = model.startswith((".", "/", "~")) or "\\" in model or path.is_absolute()
     matched = None if looks_local else _HUB_ID.fullmatch(model)
     if matched is None:
-        raise CheckpointError(
+        raise NoSuchModel(
             f"there is no model {model!r}: give an existing directory, a .gguf file, one of "
             f"{', '.join([*BUILTINS, 'demo'])}, or a hub id such as Qwen/Qwen3.5-0.8B"
         )
