@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +18,13 @@ Json = Annotated[Path | None, typer.Option("--json", help="Also write the figure
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(
-        help="Measure this machine: speed against a peer, and what a step costs.",
+        help="Measure this machine: speed against a peer, what a step costs, what drafts bring.",
         no_args_is_help=True,
         rich_markup_mode=None,
     )
     group.command()(with_config(speed))
     group.command()(with_config(steps))
+    group.command()(with_config(ladder))
     app.add_typer(group, name="bench")
 
 
@@ -59,6 +61,51 @@ def speed(
     from slipstream.bench.speed import measure
 
     _show(measure(config, prompt, new_tokens=new_tokens, rounds=rounds, peer=peer), file)
+
+
+def ladder(
+    config: Config,
+    tasks: Annotated[
+        str, typer.Option(help="Tasks to ask, separated by commas.")
+    ] = "chat,code,reproduce,edit,quote,summarize",
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of an answer at most; default: each task's own."),
+    ] = None,
+    lengths: Annotated[
+        bool,
+        typer.Option(
+            "--lengths", help="Also compare with fixed numbers of drafts, adaptive beside."
+        ),
+    ] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw the ladder as SVG into this file.")
+    ] = None,
+    file: Json = None,
+    debug: Debug = False,
+) -> None:
+    """What each drafter adds, on tasks whose texts come along; all texts must be equal.
+
+    The exit code is 1 if an answer differs from plain decoding.
+    """
+    from slipstream.bench import ladder as bench
+
+    names = list(dict.fromkeys(name.strip() for name in tasks.split(",") if name.strip()))
+    live = sys.stderr.isatty()
+    found = bench.measure(
+        config,
+        names,
+        rounds=rounds,
+        max_tokens=max_tokens,
+        lengths=lengths,
+        progress=lambda line: print(line, file=sys.stderr, flush=True) if live else None,
+    )
+    _show(found, file)
+    if picture:
+        picture.write_text(bench.picture(found), encoding="utf-8")
+    if not found.equal:
+        raise typer.Exit(1)
 
 
 def _numbers(text: str) -> list[int]:
