@@ -202,10 +202,11 @@ class Stream:
 
         used = [self._reasoning.open, self._reasoning.close] if self._reasoning else []
         used += self._format.markers if self._format else ()
-        ids = {m: i for m, i in (form.ids or {}).items() if m in used}
-        marks = {marker: chr(FIRST_MARK + n) for n, marker in enumerate(ids)}
+        ids = form.ids or {}
+        marks = {marker: chr(FIRST_MARK + n) for n, marker in enumerate(ids) if marker in used}
         self._spelled = {marker: marks.get(marker, marker) for marker in used}
-        self._by_id = {ids[marker]: mark for marker, mark in marks.items()}
+        # A marker that means nothing here is text, also where decoding leaves out its token.
+        self._by_id = {id: marks.get(marker, marker) for marker, id in ids.items()}
         self._source = Source({mark: marker for marker, mark in marks.items()})
         self._decoder = None if tokenizer is None else Incremental(tokenizer)
 

@@ -28,6 +28,7 @@ OPENS = 4  # openings in a row that begin one call
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NAME = re.compile(rf"[^<>{{}}\r\n\"\ud800-\udfff]{{0,{NAME_LENGTH}}}")
 _KEY = re.compile(rf"[^<>{{}}\[\]:,\r\n\"\ud800-\udfff]{{1,{NAME_LENGTH}}}")
+_HALF_TAG = re.compile(rf"<parameter=[^<>{{}}\r\n\"\ud800-\udfff]{{0,{NAME_LENGTH}}}")
 _SCALAR = re.compile(rf"[-+.0-9A-Za-z]{{0,{SCALAR_LENGTH}}}")
 _BARE = re.compile(rf"[^,{{}}\[\]\ud800-\udfff]{{0,{SCALAR_LENGTH}}}")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -129,6 +130,11 @@ class Source:
     def over(self) -> bool:
         """Whether everything was taken and no more comes."""
         return self.ended and self.at == len(self.text)
+
+    def is_begun(self, choices: Sequence[str]) -> bool:
+        """Whether no more comes, and the rest is the beginning of a choice, or nothing."""
+        rest = self.text[self.at : self.at + 64]
+        return self.ended and any(choice.startswith(rest) for choice in choices)
 
     def peek(self) -> Reader[str]:
         """The next character; empty at the end."""
@@ -634,7 +640,7 @@ class QwenXml(Format):
     Values are text, typed by the tool's schema. What ends a value must be followed by something
     that can follow it, so a tag that is merely quoted stays in the value:
     ``</parameter>`` by the next tag or the end, ``</function>`` by the end of the call,
-    ``</tool_call>`` by the next call or the end; and a ``<parameter=KEY>`` without its
+    ``</tool_call>`` by the next call or the end, each of them perhaps cut off; and a ``<parameter=KEY>`` without its
     predecessor's end must begin a line and name a declared parameter that is not there yet.
     """
 
@@ -689,9 +695,9 @@ class QwenXml(Format):
         choices = ("<parameter=", "</function>", closing, opening, self.words[0])
         found = yield from source.look(choices)
         if found is None:
-            return "" if source.over else None
+            return "" if source.is_begun(choices) else None
         if found == "<parameter=" and (yield from source.name(len(found), ">")) is None:
-            return None
+            return "" if source.ended and _HALF_TAG.fullmatch(source.text, source.at) else None
         return found
 
     def _body(
@@ -707,7 +713,9 @@ class QwenXml(Format):
             if found != "<parameter=":
                 break
             key = yield from source.name(len(found), ">")
-            assert key is not None  # whoever came here has seen it
+            if key is None:  # the answer ended inside of the tag
+                found = None
+                break
             source.take(len(found) + len(key) + 1)
             key = key.strip()
             line_end = yield from source.look(("\r\n", "\n"))
@@ -761,7 +769,7 @@ class QwenXml(Format):
             source.take(len(tag))
             yield from source.space()
             followers = (opening,) if tag == closing else (closing, opening, self.words[0])
-            found = (yield from source.look(followers)) is not None or source.over
+            found = (yield from source.look(followers)) is not None or source.is_begun(followers)
         if found and tag != "</parameter>":
             source.rewind()
             return True
@@ -898,19 +906,18 @@ class Gemma(Format):
                 continue
             between = ", " if filled else ""
             if stack[-1] == "{":
-                if (yield from source.look((quote,))) is not None:
-                    source.mark()
-                    source.take(len(quote))
-                    name = yield from source.run(_KEY)
-                    source.take(len(name))
-                    good = (yield from source.look((quote,))) is not None
-                    source.take(len(quote) if good else 0)
-                else:
-                    source.mark()
-                    name = yield from source.run(_KEY)
-                    source.take(len(name))
-                    good = True
-                if not good or not name.strip() or (yield from source.peek()) != ":":
+                source.mark()
+                quoted = (yield from source.look((quote,))) is not None
+                source.take(len(quote) if quoted else 0)
+                name = yield from source.run(_KEY)
+                source.take(len(name))
+                if source.over:
+                    source.unmark()
+                    calls.arguments(f'{between}"{escape(name)}')
+                    return False
+                good = not quoted or (yield from source.look((quote,))) is not None
+                source.take(len(quote) if quoted and good else 0)
+                if not (good and name.strip()) or (yield from source.peek()) != ":":
                     source.rewind()
                     return False
                 source.take(1)
@@ -934,9 +941,9 @@ class Gemma(Format):
                 word = yield from source.run(_BARE)
                 text = word.strip()
                 if source.at + len(word) == len(source.text):  # cut: it may have gone on
-                    calls.arguments(between)
-                    if _NUMBER_BEGUN.fullmatch(text) or _begun_word(text):
-                        calls.arguments(source.take(len(word)))
+                    known = _NUMBER_BEGUN.fullmatch(text) is not None or _begun_word(text)
+                    calls.arguments(between + (text if known else f'"{escape(text)}'))
+                    source.take(len(word))
                     return False
                 if not text:
                     return False
