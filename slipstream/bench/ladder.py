@@ -229,6 +229,8 @@ def measure(
     for name, (_, settings) in STEPS.items():
         progress(f"loading the engine of step {name}")
         changes |= settings
+        if changes["cache.prefix"]:  # there must be room for every prompt, not for one
+            changes["limits.context"] = config.limits.context
         climbers[name] = LLM(config=override(config, changes), report=notes.append)
     first, *_, last = STEPS
     found = {(name, task): [_Tally() for _ in range(rounds)] for name in STEPS for task in tasks}
@@ -238,6 +240,8 @@ def measure(
         for task, prompt in _every(asked):
             outputs = {}
             for name in _turned(tuple(STEPS), max(n, 0)):
+                if n < 0 and name != last and prompt is not asked[tasks[0]][0]:
+                    continue  # one question warms an engine; only the cache must see them all
                 params = _greedy(most[task] if n >= 0 else min(_WARM, most[task]))
                 outputs[name] = climbers[name].generate(prompt, params)[0]
             if n >= 0:
