@@ -839,7 +839,7 @@ def transcripts(draw: st.DrawFn) -> Transcript:
     )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(transcripts(), st.randoms(use_true_random=False))
 def test_random_text(transcript: Transcript, rng: random.Random) -> None:
     events, message = run(transcript, ())
@@ -1156,6 +1156,7 @@ def test_types_of_a_schema(schema: Any, types: set[str]) -> None:
 TYPES = ("null", "integer", "number", "boolean", "object", "array", "string")
 
 
+@settings(deadline=None)
 @given(st.text(), st.sets(st.sampled_from(TYPES)))
 def test_a_typed_value_is_json(text: str, types: set[str]) -> None:
     value = json.loads(coerce(text, frozenset(types)))
@@ -1174,16 +1175,13 @@ def test_a_declaration_without_a_name(declaration: Any) -> None:
 
 
 def seconds(transcript: Transcript) -> float:
-    best = float("inf")
-    for _ in range(2):
-        stream = transcript.stream()
-        text = transcript.marked(stream)
-        begun = time.perf_counter()
-        for at in range(0, len(text), 4):
-            stream.feed_text(text[at : at + 4])
-        stream.finish("stop")
-        best = min(best, time.perf_counter() - begun)
-    return best
+    stream = transcript.stream()
+    text = transcript.marked(stream)
+    begun = time.process_time()
+    for at in range(0, len(text), 4):
+        stream.feed_text(text[at : at + 4])
+    stream.finish("stop")
+    return time.process_time() - begun
 
 
 GROWING: dict[str, Callable[[int], Transcript]] = {
@@ -1208,5 +1206,6 @@ GROWING: dict[str, Callable[[int], Transcript]] = {
 
 @pytest.mark.parametrize("kind", GROWING)
 def test_time_is_linear(kind: str) -> None:
-    small, large = (seconds(GROWING[kind](size)) for size in (12_500, 100_000))
-    assert large < 24 * max(small, 1e-3), "eight times the text; the square would be 64 times"
+    small = min(seconds(GROWING[kind](10_000)) for _ in range(3))
+    large = seconds(GROWING[kind](100_000))
+    assert large < 30 * max(small, 0.01), "ten times the text; the square would be a hundred times"

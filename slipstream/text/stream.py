@@ -181,6 +181,8 @@ class Stream:
         tokenizer: for `feed`; without it only `feed_text` works.
         thinking: the prompt ends inside of reasoning (`Reasoning.is_open`).
         tools: entries of OpenAI's ``tools``. None: no calls are looked for, all of it is text.
+            A call of an undeclared name is a call if a marker says so, for its caller can tell the
+            model better than we; a bare JSON object or tag is one only with a declared name.
         stops: strings that end the answer when they occur in content. A marker comes before a
             stop string, and what a call consists of is not searched.
         max_thinking_tokens: after so many tokens of reasoning `force` has the text that ends it.
@@ -196,6 +198,8 @@ class Stream:
         self._stop_strings = tuple(stops)
         self._stops_in_reasoning = stops_in_reasoning
         StopStrings(self._stop_strings)  # refuses what is wrong now rather than later
+        firsts = {re.escape(string[0]) for string in self._stop_strings}
+        self._stop_begins = re.compile("|".join(sorted(firsts))).search
         found = [Tool.of(tool) for tool in tools or ()]
         self.tools: Mapping[str, Tool] = dict(tool for tool in found if tool is not None)
         self._make_id = make_id
@@ -244,6 +248,7 @@ class Stream:
         self._blank: list[str] | None = None  # white space at a segment's begin, which may be a gap
         self._after_call = False
         self._stops: StopStrings | None = None
+        self._held = 0  # characters that wait in it
         self._begin_segment()
         self._machine: Generator[None, None, None] = self._run()
         next(self._machine)
@@ -501,6 +506,7 @@ class Stream:
     def _begin_segment(self) -> None:
         """A stretch of content or reasoning without a break begins."""
         self._stops = StopStrings(self._stop_strings) if self._stop_strings else None
+        self._held = 0
         self._blank = [] if self._format is not None else None
         self._after_call = False
 
@@ -536,12 +542,15 @@ class Stream:
 
     def _search(self, text: str) -> str:
         """The text before a stop string, which ends the answer."""
-        if self._stops is None or not text:
-            return text if self._finish is None else ""
-        text, hit = self._stops.feed(text)
-        if hit is not None and self._finish is None:
+        if self._finish is not None:
+            return ""
+        if self._stops is None or not (self._held or self._stop_begins(text)):
+            return text  # no stop string is under way or begins here
+        shown, hit = self._stops.feed(text)
+        self._held += len(text) - len(shown)
+        if hit is not None:
             self._finish = Finish(self._why("stop"), hit)
-        return text
+        return shown
 
     def _end(self) -> None:
         if self._thinks:

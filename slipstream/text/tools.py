@@ -51,17 +51,23 @@ class Literals:
         self.strings = tuple(sorted(dict.fromkeys(strings), key=len))
         pattern = "|".join(map(re.escape, self.strings)) or r"(?!)"
         self.search = re.compile(pattern).search
-        self._long = tuple(s for s in self.strings if len(s) > 1)
-        self._reach = max(map(len, self._long), default=1) - 1
+        # Of each string its beginnings, short of the whole, where the text ends.
+        begun = [_beginnings(s[:-1]) for s in self.strings if len(s) > 1]
+        self._begun = re.compile(f"(?:{'|'.join(begun)})\\Z" if begun else r"(?!)").search
+        self._reach = max(map(len, self.strings), default=1) - 1
 
     def final(self, text: str, at: int) -> int:
         """Up to where ``text``, which has none of the strings, stays free of them."""
-        size = len(text)
-        for i in range(max(at, size - self._reach), size):
-            tail = text[i:]
-            if any(s.startswith(tail) for s in self._long):
-                return i
-        return size
+        found = self._begun(text, max(at, len(text) - self._reach))
+        return len(text) if found is None else found.start()
+
+
+def _beginnings(text: str) -> str:
+    """A pattern for every beginning of a text."""
+    pattern = ""
+    for char in reversed(text):
+        pattern = re.escape(char) + (f"(?:{pattern})?" if pattern else "")
+    return pattern
 
 
 class Source:
@@ -83,7 +89,7 @@ class Source:
 
     def push(self, text: str) -> None:
         """Add text."""
-        self.text = self.text[self.at :] + text
+        self.text = self.text[self.at :] + text if self.at < len(self.text) else text
         self.at = 0
 
     def end(self, whole: bool) -> None:
@@ -638,10 +644,10 @@ class QwenXml(Format):
     """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
 
     Values are text, typed by the tool's schema. What ends a value must be followed by something
-    that can follow it, so a tag that is merely quoted stays in the value:
-    ``</parameter>`` by the next tag or the end, ``</function>`` by the end of the call,
-    ``</tool_call>`` by the next call or the end, each of them perhaps cut off; and a ``<parameter=KEY>`` without its
-    predecessor's end must begin a line and name a declared parameter that is not there yet.
+    that can follow it, so a tag that is merely quoted stays in the value: ``</parameter>`` by the
+    next tag or the end, ``</function>`` by the end of the call, ``</tool_call>`` by the next call
+    or the end, each of them perhaps cut off. And a ``<parameter=KEY>`` without its predecessor's
+    end must begin a line and name a declared parameter that is not there yet.
     """
 
     title = "qwen-xml"
