@@ -42,7 +42,7 @@ from slipstream.text.stream import (
 )
 from slipstream.text.template import Template
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.text.tools import Gemma, Hermes, Llama, QwenXml, Tool, coerce, types_of
+from slipstream.text.tools import Gemma, Hermes, Literals, Llama, QwenXml, Tool, coerce, types_of
 from tests.shared import shared
 
 THINK = Reasoning()
@@ -974,6 +974,13 @@ def test_what_cannot_be() -> None:
         Stream(Form()).feed([1])
     with pytest.raises(ValueError, match="empty stop string"):
         Stream(Form(), stops=[""])
+
+
+def test_the_shorter_marker_wins_however_the_text_is_cut() -> None:
+    shape = Form(Reasoning(open="<t", close="<te"))
+    assert Stream(shape).feed_text("<teHm<te") == [ReasoningText("eHme")]
+    found = Literals(["abc", "ab"])
+    assert found.strings == ("ab", "abc") and found.final("xa", 0) == 1
 
 
 # What waits

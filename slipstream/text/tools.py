@@ -795,7 +795,8 @@ class _Value:
         self._line_end = ""  # one at the value's end is not of it
         self._begun = False
         self._streams = types <= {"string"}
-        self._words: tuple[str, ...] = ()
+        self._words: tuple[str, ...] = ()  # what it may be besides a string
+        self._so_far = ""
         if "string" in types and types <= {"string", "null", "boolean"}:
             self._words = ("null",) if "null" in types else ()
             self._words += ("true", "false", "1", "0") if "boolean" in types else ()
@@ -823,10 +824,11 @@ class _Value:
             return
         self._parts.append(self._source.plain(text))
         if self._words:
-            so_far = "".join(self._parts)
-            word = so_far.strip().lower()
-            if len(so_far) > 16 or not any(w.startswith(word) for w in self._words):
+            so_far = (self._so_far + self._parts[-1]).lstrip()
+            word = so_far.rstrip()
+            if not any(w.startswith(word.lower()) for w in self._words):
                 self._open()
+            self._so_far = word if len(word) == len(so_far) else word + " "
 
     def _open(self) -> None:
         """Let a value that can only be a string go out."""
