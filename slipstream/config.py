@@ -77,7 +77,7 @@ class Config:
     """Everything a person can set."""
 
     model: str = _setting(
-        "smollm2", "a checkpoint directory, a .gguf file, or the name of a built-in model"
+        "demo", "a checkpoint directory, a .gguf file, a hub id, or a built-in model: demo, smollm2"
     )
     device: str = _setting("auto", "cpu, cuda, or auto")
     dtype: Literal["auto", "float32", "float64", "bfloat16", "float16"] = _setting(

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from tools.train_demo import delta, instruct, model, optim, quantize, train
+from tools.train_demo import delta, drafters, instruct, model, optim, quantize, train
+from tools.train_demo.compress import load_checkpoint
 from tools.train_demo.corpus import CONTROL, SPECIAL, Chat
-from tools.train_demo.decode import Decoder
+from tools.train_demo.decode import Decoder, generate
+from tools.train_demo.drafters import DraftConfig
 from tools.train_demo.evaluate import edit_distance
-from tools.train_demo.model import TINY, Target
+from tools.train_demo.model import TINY, Config, Target
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "slipstream" / "demo"
+MASTER = ROOT / "models" / "demo-bf16"
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +40,26 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer, (DEMO / "chat_template.jinja").read_text())
 
 
+@pytest.fixture(scope="module")
+def shipped() -> dict[str, torch.Tensor]:
+    return load_checkpoint(DEMO)
+
+
+@pytest.fixture(scope="module")
+def master() -> dict[str, torch.Tensor]:
+    return load_checkpoint(MASTER)
+
+
+def config_of(folder: Path) -> Config:
+    return model.load_config(str(folder / "config.json"))
+
+
 def test_tokenizer_has_control_tokens_as_single_ids(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == 8192
+    assert tokenizer.get_vocab_size() == config_of(DEMO).vocab_size == 8192
     for token in (*SPECIAL, *CONTROL):
         assert len(tokenizer.encode(token).ids) == 1
+    draft = json.loads((DEMO / "draft" / "config.json").read_text())
+    assert draft["dflash_config"]["mask_token_id"] == tokenizer.token_to_id("<|mask|>")
 
 
 @pytest.mark.parametrize(
@@ -170,6 +192,65 @@ def test_block_gradients_are_those_of_autograd() -> None:
         dq, dk, _, _ = delta._block_gradients(q, k, v, g, empty, do, empty, v, 0.25)
     torch.testing.assert_close(dq, q.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dk, k.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_master_logits_equal_transformers(master: dict[str, torch.Tensor]) -> None:
+    transformers = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    cfg = config_of(MASTER)
+    reference, info = transformers.Qwen3_5ForCausalLM.from_pretrained(
+        MASTER, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 8000, (1, 96)))
+    weights = {n: w.float() for n, w in master.items()}
+    with torch.no_grad():
+        expected = reference.eval()(ids).logits
+        hidden, _ = Target(cfg).forward(weights, ids, torch.float32)
+    torch.testing.assert_close(hidden @ weights["lm_head.weight"].T, expected, rtol=1e-4, atol=2e-4)
+
+
+def test_shipped_checkpoint_is_the_master_rounded(
+    shipped: dict[str, torch.Tensor], master: dict[str, torch.Tensor]
+) -> None:
+    assert shipped.keys() == master.keys()
+    shapes = {**model.target_shapes(config_of(DEMO)), **drafters.mtp_shapes(config_of(DEMO))}
+    assert {n: tuple(t.shape) for n, t in master.items()} == shapes
+    for name, tensor in master.items():
+        off = (shipped[name].float() - tensor.float()).norm() / tensor.float().norm().clamp(
+            min=1e-9
+        )
+        assert off < 0.2, name
+    draft = DraftConfig.from_hf(json.loads((DEMO / "draft" / "config.json").read_text()))
+    ours = {n: tuple(t.shape) for n, t in load_checkpoint(DEMO / "draft").items()}
+    assert ours == drafters.draft_shapes(draft)
+
+
+def test_shipped_files_hold_packed_matrices_and_stay_small() -> None:
+    raw = load_file(DEMO / "model.safetensors")
+    packed = raw["model.layers.0.mlp.down_proj.weight_packed"]
+    assert packed.dtype == torch.int32
+    assert packed.shape == (384, 896 // 8)
+    assert raw["lm_head.weight_packed"].shape == (8192, 384 // 4)
+    assert raw["lm_head.weight_shape"].tolist() == [8192, 384]
+    files = [p for p in DEMO.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
+    assert sum(p.stat().st_size for p in files) < 25_000_000
+    assert all(p.stat().st_size < 25_000_000 for p in MASTER.rglob("*"))
+
+
+def test_shipped_model_copies(
+    shipped: dict[str, torch.Tensor], chat: Chat, tokenizer: Tokenizer
+) -> None:
+    text = "The cache holds 64 rows of b7f3-99ac."
+    prompt = chat.ids(
+        [{"role": "user", "content": f"Repeat this text exactly:\n\n{text}"}],
+        add_generation_prompt=True,
+    )
+    weights = {n: w for n, w in shipped.items() if not n.startswith("mtp.")}
+    decoder = Decoder(weights, config_of(DEMO), 1, len(prompt) + 32)
+    said = generate(decoder, [prompt], len(prompt) + 32)[0, len(prompt) :].tolist()
+    said = said[: said.index(tokenizer.token_to_id("<|im_end|>"))]
+    assert tokenizer.decode(said) == text
 
 
 def test_decoding_equals_the_full_forward() -> None:

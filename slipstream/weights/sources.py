@@ -169,7 +169,7 @@ def _demo() -> Path:
     path = Path(str(importlib.resources.files("slipstream"))) / "demo"
     if not (path / "config.json").is_file() and not list(path.glob("*.gguf")):
         raise CheckpointError(
-            "this version ships no demo model: use smollm2, or make one with tools/train_demo"
+            f"the embedded model is not in {path}: install the package again, or name another model"
         )
     return path
 

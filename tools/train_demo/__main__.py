@@ -45,7 +45,14 @@ def run(step: str, args: argparse.Namespace) -> bool:
             corpus.tokenize(work)
     elif step == "target":
         return train.train_target(
-            work, plans["target"], cfg, args.slice_seconds, args.until, args.workers, args.suffix
+            work,
+            plans["target"],
+            cfg,
+            args.slice_seconds,
+            args.until,
+            args.workers,
+            args.suffix,
+            deadline,
         )
     elif step == "say":
         train.say(work, cfg, args.rows)
@@ -77,7 +84,7 @@ def run(step: str, args: argparse.Namespace) -> bool:
         both = {"bf16": args.master, "w4a16": args.shipped}
         folders = {name: both[name] for name in args.checkpoints.split(",")}
         effort = Effort(args.documents, args.copies, args.prompts, args.draft_steps)
-        evaluate(work, folders, cfg, dcfg, set(args.measure.split(",")), effort)
+        evaluate(work / args.result, work, folders, cfg, dcfg, set(args.measure.split(",")), effort)
     return True
 
 
@@ -95,7 +102,7 @@ def main() -> int:
         "--deadline-seconds",
         type=float,
         default=0,
-        help="fit a drafter's schedule into this long from the start",
+        help="fit the stage's learning-rate schedule into this long from the start",
     )
     parser.add_argument(
         "--steps", type=int, default=0, help="optimizer steps of the stage (default: the plan's)"
@@ -115,6 +122,9 @@ def main() -> int:
     )
     parser.add_argument("--measure", default="bits,copy,draft", help="what evaluate measures")
     parser.add_argument("--checkpoints", default="bf16,w4a16", help="which ones evaluate measures")
+    parser.add_argument(
+        "--result", default="evaluation.json", help="file of --out for measurements"
+    )
     parser.add_argument(
         "--documents", type=int, default=200, help="documents per kind for bits per byte"
     )

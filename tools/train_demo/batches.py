@@ -91,21 +91,77 @@ class Maker:
         """Token ids of a text."""
         return np.array(self.tokenizer.encode(text).ids, np.uint16)
 
+    def _whole(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """About ``size`` tokens of documents of one kind, several behind each other where one is too short."""
+        kind = self._kind(rng)
+        text = self.span(rng, kind, size, clean=True)
+        while len(text) < size - 64 and rng.random() < 0.8:
+            more = self.span(rng, kind, size - len(text), clean=True)
+            text = np.concatenate([text, self.encode("\n\n"), more])
+        return text[:size]
+
+    def _pieces(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """Text of recurring pieces: the place must be kept, not only the last words matched."""
+        source = self.span(rng, self._kind(rng), 600)
+        longest = int(rng.choice((12, 30, 80)))
+        starts = rng.integers(0, max(len(source) - 3, 1), rng.integers(3, 20))
+        pieces = [source[s : s + int(rng.integers(3, longest))] for s in starts]
+        order = rng.integers(0, len(pieces), 1 + 2 * size // longest)
+        return np.concatenate([pieces[i] for i in order])[:size]
+
+    def _variants(self, rng: np.random.Generator, size: int) -> np.ndarray:
+        """Near-repetitions of a passage, each with a few other tokens: branches that look alike."""
+        kind = self._kind(rng)
+        base = self.span(rng, kind, int(rng.integers(24, 300)), clean=True)
+        parts: list[np.ndarray] = []
+        have = 0
+        while have < size:
+            part = base.copy()
+            changed = rng.random(len(part)) < rng.choice((0.01, 0.04, 0.12))
+            fresh = (
+                rng.integers(0, self.ordinary, len(part))
+                if rng.random() < 0.5
+                else rng.choice(base, len(part))
+            )
+            part = np.where(changed, fresh, part).astype(np.uint16)
+            if rng.random() < 0.3:
+                part = part[: int(rng.integers(8, len(part) + 1))] if len(part) > 8 else part
+            if rng.random() < 0.25:
+                part = np.concatenate([part, self.span(rng, kind, int(rng.integers(8, 60)))])
+            parts.append(part)
+            have += len(part)
+        return np.concatenate(parts)[:size]
+
+    def _between(self, rng: np.random.Generator) -> str:
+        """Small turns that lie between a text and the request to repeat it."""
+        source = random.Random(int(rng.integers(0, 1 << 62)))
+        turns, _ = instruct.conversation(source, lambda _: "", "talk")
+        return self.chat.render(turns)
+
     def _framed(
         self, rng: np.random.Generator, text: np.ndarray, first: int, room: int
     ) -> tuple[np.ndarray, np.ndarray] | None:
         """A conversation that asks to repeat ``text``; ``first`` labels its first occurrence."""
-        if rng.random() < 0.65:
-            before, after = str(rng.choice(instruct.REPEAT)) + "\n\n", ""
+        answer = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        draw = rng.random()
+        before, after = "", ""
+        if draw < 0.65:
+            before = str(rng.choice(instruct.REPEAT)) + "\n\n"
+        elif draw < 0.85:
+            after = "\n\n" + str(rng.choice(instruct.REPEAT_AFTER))
         else:
-            before, after = "", "\n\n" + str(rng.choice(instruct.REPEAT_AFTER))
+            before = str(rng.choice(instruct.READ)) + "\n\n"
+            after = answer + str(rng.choice(instruct.HAVE_READ)) + "<|im_end|>\n"
+            after += self._between(rng) if rng.random() < 0.6 else ""
+            after += "<|im_start|>user\n" + str(rng.choice(instruct.REPEAT_EARLIER))
+        opening = "<|im_start|>user\n" + before
+        if rng.random() < 0.1:
+            system = str(rng.choice(instruct.SYSTEMS))
+            opening = f"<|im_start|>system\n{system}<|im_end|>\n{opening}"
         parts = [
-            (self.encode("<|im_start|>user\n" + before), CHAT),
+            (self.encode(opening), CHAT),
             (text, first),
-            (
-                self.encode(after + "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"),
-                CHAT,
-            ),
+            (self.encode(after + answer), CHAT),
             (text, COPIED),
             (self.encode("<|im_end|>\n"), COPIED),
         ]
@@ -114,44 +170,35 @@ class Maker:
             return None
         return ids, np.concatenate([np.full(len(p), label, np.uint8) for p, label in parts])
 
-    def copy(self, rng: np.random.Generator, room: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Something to copy that fits into ``room`` tokens: ids and labels."""
-        most = (room - 64) // 2
+    def copy(
+        self, rng: np.random.Generator, room: int, long: bool = False
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Something to copy that fits into ``room`` tokens: ids and labels; ``long`` fills the room."""
+        most = (room - 160) // 2
         if most < 24:
             return None
         size = int(np.exp(rng.uniform(np.log(16), np.log(most))))
-        if rng.random() < 0.2:
-            size = int(rng.uniform(most / 2, most))
+        if long or rng.random() < 0.2:
+            size = int(rng.uniform(most / 3, most))
         draw = rng.random()
-        if draw < 0.6:
-            kind = self._kind(rng)
-            text = self.span(rng, kind, size, clean=True)
-            while len(text) < size - 64 and rng.random() < 0.8:
-                text = np.concatenate(
-                    [text, self.encode("\n\n"), self.span(rng, kind, size - len(text), clean=True)]
-                )
-            return self._framed(rng, text[:size], PLAIN, room)
-        if draw < 0.75:
+        if draw < 0.58:
+            return self._framed(rng, self._whole(rng, size), PLAIN, room)
+        if draw < 0.66:
             text = rng.integers(0, self.ordinary, min(size, 1500)).astype(np.uint16)
             return self._framed(rng, text, IGNORED, room)
-        if draw < 0.9:
-            # Text made of recurring pieces: the place must be kept, not only the last words matched.
-            source = self.span(rng, self._kind(rng), 400)
-            pieces = [
-                source[s : s + int(rng.integers(3, 30))]
-                for s in rng.integers(0, max(len(source) - 3, 1), rng.integers(3, 20))
-            ]
-            order = rng.integers(0, len(pieces), 1 + size // 16)
-            text = np.concatenate([pieces[i] for i in order])[:size]
-            return self._framed(rng, text, IGNORED, room)
+        if draw < 0.8:
+            return self._framed(rng, self._pieces(rng, size), IGNORED, room)
+        if draw < 0.93:
+            return self._framed(rng, self._variants(rng, size), IGNORED, room)
         text = rng.integers(0, self.ordinary, min(size, 256)).astype(np.uint16)
         if rng.random() < 0.5:
             text = self.span(rng, self._kind(rng), min(size, 256))
         times = int(min(rng.integers(1, 5), (room - 8) // (len(text) + 1) - 1))
         ids = np.concatenate([text] + [text] * times)
-        return ids, np.concatenate(
-            [np.full(len(text), IGNORED, np.uint8), np.full(len(text) * times, COPIED, np.uint8)]
-        )
+        labels = np.full(len(ids), COPIED, np.uint8)
+        # Nothing announces the first repetition.
+        labels[: len(text) + 4] = IGNORED
+        return ids, labels
 
     def conversation(self, rng: np.random.Generator, only: str | None = None) -> np.ndarray:
         """Token ids of a generated conversation."""
@@ -175,12 +222,16 @@ class Maker:
         used = dict.fromkeys(share, 1.0)
         for row in range(shape.rows):
             at, size = 0, shape.length + 1
+            long = size > 6000 and rng.random() < 0.45
             while at < size:
                 want = min(
                     share, key=lambda k: used[k] / max(share[k], 1e-9) * rng.uniform(0.5, 1.5)
                 )
                 made: tuple[np.ndarray, np.ndarray] | None = None
-                if want == "copy":
+                if long and at == 0:
+                    # A long copy only finds room where a row begins.
+                    want, made = "copy", self.copy(rng, size, long=True)
+                elif want == "copy":
                     made = self.copy(rng, size - at)
                 elif want == "chat":
                     talk = self.conversation(rng)

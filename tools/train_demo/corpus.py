@@ -48,7 +48,7 @@ VOCAB = 8192
 HELD_OUT_PERCENT = 2
 KINDS = ("docs", "code")
 # Of the training code, the share that is kept: the packages hold twice as much code as documentation.
-CODE_SHARE_PERCENT = 50
+CODE_SHARE_PERCENT = 85
 
 
 def held_out(doc: dict[str, str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,12 @@ from tools.train_demo.drafters import DraftConfig, Drafter
 from tools.train_demo.model import Config, Target, Weights
 
 
+def spread(values: Sequence[Any] | np.ndarray, count: int) -> list[Any]:
+    """Up to ``count`` of the values, evenly over their order: documents come sorted by package."""
+    picks = np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).astype(int))
+    return [values[int(i)] for i in picks]
+
+
 def bits_per_byte(
     weights: Weights,
     cfg: Config,
@@ -32,7 +39,7 @@ def bits_per_byte(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target = Target(cfg)
     nats = size = 0.0
-    for index in maker.docs[kind][:documents]:
+    for index in spread(maker.docs[kind], documents):
         ids = maker.corpus.doc(int(index))[:2048].astype(np.int64)
         row = torch.from_numpy(np.concatenate([[maker.end], ids]))[None].to(device)
         row = F.pad(row, (0, -(row.shape[1] - 1) % 64), value=maker.end)
@@ -69,13 +76,8 @@ def copy_prompts(
     ).ids
     for kind in ("docs", "code"):
         for size in sizes:
-            fitting = [
-                d
-                for d in maker.docs[kind]
-                if len(maker.corpus.doc(int(d))) >= size
-                or size <= 1000 < len(maker.corpus.doc(int(d)))
-            ]
-            for d in fitting[:per]:
+            fitting = [d for d in maker.docs[kind] if len(maker.corpus.doc(int(d))) >= size]
+            for d in spread(fitting, per):
                 text = maker.tokenizer.decode(maker.corpus.doc(int(d))[:size].tolist()).strip()
                 ids = maker.tokenizer.encode(text).ids[:size]
                 found.append((kind, [*ask, *ids, *answer], ids))
@@ -398,10 +400,8 @@ def draft_prompts(maker: batches.Maker, kind: str, count: int, size: int) -> Ten
     rng = np.random.default_rng(5)
     rows: list[np.ndarray] = []
     if kind != "chat":
-        for index in maker.docs[kind]:
-            doc = maker.corpus.doc(int(index))
-            if len(doc) >= size + 64 and len(rows) < count:
-                rows.append(doc[:size])
+        fitting = [d for d in maker.docs[kind] if len(maker.corpus.doc(int(d))) >= size + 64]
+        rows = [maker.corpus.doc(int(d))[:size] for d in spread(fitting, count)]
     ask = maker.tokenizer.encode("<|im_start|>assistant\n<think>\n\n</think>\n\n").ids
     kinds = [k.__name__ for k, _ in instruct.KINDS if k.__name__ != "talk"]
     while len(rows) < count:
@@ -461,6 +461,7 @@ class Effort:
 
 
 def evaluate(
+    path: Path,
     work: Path,
     folders: dict[str, Path],
     cfg: Config,
@@ -468,12 +469,11 @@ def evaluate(
     parts: set[str],
     effort: Effort,
 ) -> dict[str, Any]:
-    """All measurements of the named checkpoints; written to ``evaluation.json`` as they come."""
+    """All measurements of the named checkpoints; written to ``path`` as they come."""
     from tools.train_demo.compress import load_checkpoint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     maker = batches.Maker(work, train.TEMPLATE.read_text(), 5, out=True)
-    path = work / "evaluation.json"
     latest: dict[str, Any] = {}
     for name, folder in folders.items():
         tensors = {n: t.to(device) for n, t in load_checkpoint(folder).items()}

@@ -16,9 +16,10 @@ import sys
 import tarfile
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 from tools.train_demo.sources import SOURCES, Source
 
@@ -225,6 +226,14 @@ def _clean(path: str, kind: str, text: str) -> str | None:
     return text
 
 
+# A file that names one of these may hold text under other terms than its package.
+_OTHER_TERMS = re.compile(
+    r"creative\s*commons|\bcc[- ]by\b|share\s*-?alike|general\s+public\s+licen[sc]e|\b[al]?gpl(v[23])?\b"
+    r"|mozilla\s+public|non-?commercial|free\s+documentation\s+licen|stack\s?overflow\.com/(a|questions)\b",
+    re.I,
+)
+
+
 def _kind(source: Source, path: str) -> str | None:
     """``docs``, ``code`` or None for a path."""
     slashed = "/" + path
@@ -242,59 +251,78 @@ def _kind(source: Source, path: str) -> str | None:
     return "docs" if name.endswith(".txt") and "/docs/" in slashed else None
 
 
+def _candidates(source: Source, folder: Path) -> list[tuple[str, str, str]]:
+    """(kind, path, text) of every cleaned document of a package."""
+    found: list[tuple[str, str, str]] = []
+    for path, raw in _files(source, folder):
+        kind = _kind(source, path)
+        if kind is None:
+            continue
+        try:
+            text = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if _OTHER_TERMS.search(text):
+            continue
+        if ".html" in path.rsplit("/", 1)[-1]:
+            text = html_to_markdown(text)
+        cleaned = _clean(path, kind, text)
+        if cleaned is not None:
+            found.append((kind, path, cleaned))
+    # A fixed pseudo-random order, so that a cap takes a fair sample of the package.
+    found.sort(key=lambda item: hashlib.sha1(item[1].encode()).digest())
+    return found
+
+
 def documents(work: Path) -> Iterator[dict[str, str]]:
     """Cleaned documents of all sources, without exact duplicates, each source cut to its cap."""
     seen: set[bytes] = set()
-    for source in SOURCES:
-        found: list[tuple[str, str, str]] = []
-        for path, raw in _files(source, work / "raw" / source.package):
-            kind = _kind(source, path)
-            if kind is None:
-                continue
-            try:
-                text = raw.decode("utf-8")
-            except UnicodeDecodeError:
-                continue
-            if ".html" in path.rsplit("/", 1)[-1]:
-                text = html_to_markdown(text)
-            cleaned = _clean(path, kind, text)
-            if cleaned is None:
-                continue
-            digest = hashlib.sha1(re.sub(r"\s+", "", cleaned).encode()).digest()
-            if digest in seen:
-                continue
-            seen.add(digest)
-            found.append((kind, path, cleaned))
-        # A fixed pseudo-random order, so that a cap takes a fair sample of the package.
-        found.sort(key=lambda item: hashlib.sha1(item[1].encode()).digest())
-        taken = {"docs": 0, "code": 0}
-        for kind, path, text in found:
-            cap = source.docs if kind == "docs" else source.code
-            if taken[kind] + len(text) > cap:
-                continue
-            taken[kind] += len(text)
-            yield {"source": source.package, "path": path, "kind": kind, "text": text}
+    folders = [work / "raw" / source.package for source in SOURCES]
+    with ProcessPoolExecutor() as pool:
+        for source, found in zip(SOURCES, pool.map(_candidates, SOURCES, folders), strict=True):
+            taken = {"docs": 0, "code": 0}
+            for kind, path, text in found:
+                digest = hashlib.sha1(re.sub(r"\s+", "", text).encode()).digest()
+                cap = source.docs if kind == "docs" else source.code
+                if digest in seen or taken[kind] + len(text) > cap:
+                    continue
+                seen.add(digest)
+                taken[kind] += len(text)
+                yield {"source": source.package, "path": path, "kind": kind, "text": text}
+
+
+def _version(source: Source, folder: Path) -> str:
+    """Version of a downloaded package, from its file's name, without Debian's revision."""
+    for path in sorted(folder.iterdir()):
+        name = re.sub(r"\.(tar\.\w+|whl|deb|zip)$", "", path.name)
+        if name == path.name or ".debian" in name:
+            continue
+        found = re.search(r"[-_]([\d%][^-_]*)", name)
+        if found:
+            return re.sub(r"\.orig.*$", "", unquote(found[1]).split(":")[-1])
+    return ""
 
 
 def fetch(work: Path) -> None:
-    """Writes ``documents.jsonl.xz`` and ``sources.csv`` (bytes and documents of each package)."""
+    """Writes ``documents.jsonl.xz`` and ``sources.csv`` (version, licence and bytes of each package)."""
     missing = download(work)
     if missing:
         print("not on the mirror, left out:", ", ".join(missing))
-    sizes: dict[tuple[str, str], list[int]] = {}
+    sizes = {source.package: {"docs": 0, "code": 0} for source in SOURCES}
     temporary = work / "documents.tmp"
     with lzma.open(temporary, "wt", preset=1, encoding="utf-8") as out:
         for doc in documents(work):
             out.write(json.dumps(doc, ensure_ascii=False) + "\n")
-            entry = sizes.setdefault((doc["source"], doc["kind"]), [0, 0])
-            entry[0] += 1
-            entry[1] += len(doc["text"].encode())
-    os.replace(temporary, work / "documents.jsonl.xz")
-    licences = {s.package: s.licence for s in SOURCES}
-    rows = [f"{p},{licences[p]},{k},{n},{b}" for (p, k), (n, b) in sizes.items()]
+            sizes[doc["source"]][doc["kind"]] += len(doc["text"].encode())
+    rows = [
+        f"{s.package},{_version(s, work / 'raw' / s.package)},{s.licence},{n['docs']},{n['code']}"
+        for s in SOURCES
+        if sum((n := sizes[s.package]).values())
+    ]
     (work / "sources.csv").write_text(
-        "\n".join(["package,licence,kind,documents,bytes", *rows]) + "\n"
+        "\n".join(["package,version,licence,docs_bytes,code_bytes", *rows]) + "\n"
     )
+    os.replace(temporary, work / "documents.jsonl.xz")
 
 
 def read_documents(work: Path) -> Iterator[dict[str, str]]:

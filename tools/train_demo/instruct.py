@@ -53,6 +53,21 @@ REPEAT_AFTER = (
     "Please repeat it exactly.",
     "Repeat it.",
 )
+READ = (
+    "Read this text:",
+    "Here is a text:",
+    "Remember this text.",
+    "Keep this in mind:",
+    "This is the text:",
+)
+HAVE_READ = ("I have read it.", "Understood.", "Okay.", "I have read the text.", "Noted.")
+REPEAT_EARLIER = (
+    "Repeat the text from above.",
+    "Now repeat the text exactly.",
+    "Repeat the text that I gave you first.",
+    "Write out the text from the beginning of our conversation.",
+    "Please copy that text word for word.",
+)
 
 
 def random_line(rng: random.Random) -> str:

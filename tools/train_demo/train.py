@@ -10,7 +10,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +34,40 @@ TEMPLATE = Path(__file__).parents[2] / "slipstream" / "demo" / "chat_template.ji
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of one stage. ``tokens`` per step; ``lengths`` as (from this share of the steps, row length)."""
+    """Settings of one stage. ``tokens`` per step; ``lengths`` as (from this share of the steps, row length).
+
+    ``copy_weight`` likewise gives the weight of copied tokens in the loss. Once copying works, what is
+    left of its loss sits in the few tokens behind which a text went on differently elsewhere; at
+    weight 1 their gradient drowns in that of plain text.
+    """
 
     steps: int
     tokens: int = 129_024
-    lengths: tuple[tuple[float, int], ...] = ((0.0, 2048), (0.65, 9216))
+    lengths: tuple[tuple[float, int], ...] = ((0.0, 2048), (0.3, 9216))
     muon_lr: float = 3e-3
     adam_lr: float = 3e-3
     warm: int = 100
     decay: float = 0.35
     seed: int = 1
-    copy: float = 0.3
+    copy: float = 0.35
     chat: float = 0.25
+    copy_weight: tuple[tuple[float, float], ...] = ((0.0, 1.0), (0.15, 8.0), (0.45, 20.0))
     anchors: int = 128
 
     def shape(self, step: int) -> batches.Shape:
         """Rows and length of a step."""
-        length = [n for at, n in self.lengths if step >= at * self.steps][-1]
+        length = int(self._at(self.lengths, step))
         return batches.Shape(self.tokens // length, length, self.copy, self.chat)
 
+    def weight(self, step: int) -> float:
+        """Weight of copied tokens in a step's loss."""
+        return self._at(self.copy_weight, step)
 
-TARGET = Plan(3400)
+    def _at(self, values: tuple[tuple[float, float], ...], step: int) -> float:
+        return [v for at, v in values if step >= at * self.steps][-1]
+
+
+TARGET = Plan(4800)
 MTP = Plan(600, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=2)
 DFLASH = Plan(1500, tokens=65_536, lengths=((0.0, 4096),), warm=40, decay=0.6, seed=3)
 
@@ -167,13 +180,16 @@ class Stage:
         slice_seconds: float,
         every: int = 20,
         deadline: float | None = None,
+        keep: Callable[[], None] | None = None,
+        keep_seconds: float = 200,
     ) -> bool:
         """Steps until step ``until`` or the end of the slice; True when the stage is complete.
 
-        With a ``deadline`` (as of `time.time`) the schedule is spread over the time from the end of the
-        first step, which compiles, until then, and the number of steps is what fits.
+        With a ``deadline`` (as of `time.time`) the learning rate follows the time from the end of the
+        first step, which compiles, until then, and the number of steps is what fits. State is saved
+        every ``keep_seconds``, and ``keep`` called.
         """
-        begin = last = time.time()
+        begin = last = kept = time.time()
         first = self.step
         ready = begin
         sums: dict[str, Tensor] = {}
@@ -191,13 +207,14 @@ class Stage:
             at: float = self.step
             if self.step == first + 1:
                 ready = time.time()
-            if deadline is not None:
-                at = (
-                    self.plan.steps * (time.time() - ready) / (deadline - ready)
-                    if self.step > first
-                    else 0
-                )
-            factor = schedule(at, self.plan.steps, self.plan.warm, self.plan.decay)
+            if deadline is not None and self.step > first:
+                passed = (time.time() - ready) / (deadline - ready)
+                at = first + (self.plan.steps - first) * passed
+            # Warming up goes by steps in any case: the first steps are the same in every run.
+            factor = min(
+                schedule(at, self.plan.steps, 0, self.plan.decay),
+                schedule(self.step, 1 << 60, self.plan.warm, self.plan.decay),
+            )
             norm = self.optimizer.step(self.plan.muon_lr * factor, self.plan.adam_lr * factor)
             for key, value in {**parts, "norm": norm}.items():
                 sums[key] = sums.get(key, 0.0) + value.detach()  # type: ignore[operator]
@@ -212,6 +229,11 @@ class Stage:
                 self.log.row(
                     step=self.step, seconds=self.seconds, **shown, lr=factor, tokens_per_s=int(rate)
                 )
+            if time.time() - kept > keep_seconds:
+                kept = time.time()
+                self.save()
+                if keep is not None:
+                    keep()
         self.save()
         return self.step >= self.plan.steps or deadline is not None
 
@@ -224,6 +246,7 @@ def train_target(
     until: int | None = None,
     workers: int = 12,
     suffix: str = "",
+    deadline: float | None = None,
 ) -> bool:
     """Trains the target on plain text, copying and conversations."""
     generator = torch.Generator().manual_seed(plan.seed)
@@ -244,7 +267,8 @@ def train_target(
         ce, z = losses(hidden.flatten(0, 1), stage.weights["lm_head.weight"], ids[:, 1:].flatten())
         kind = labels[:, 1:].flatten()
         used = (kind > 0).float()
-        total = ((ce + 1e-5 * z) * used).sum() / used.sum()
+        weight = used + (kind == batches.COPIED).float() * (plan.weight(step) - 1)
+        total = ((ce + 1e-5 * z) * weight).sum() / used.sum()
         parts = {"loss": (ce * used).sum() / used.sum()}
         for name, code in (
             ("plain", batches.PLAIN),
@@ -257,11 +281,20 @@ def train_target(
 
     jobs = ((step, plan.shape(step)) for step in itertools.count(stage.step))
     data = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs, workers)
+
+    def keep() -> None:
+        if not suffix:
+            write_weights(work / "target", stage.weights)
+
     done = stage.run(
-        loss_of, data, plan.steps if until is None else min(until, plan.steps), slice_seconds
+        loss_of,
+        data,
+        plan.steps if until is None else min(until, plan.steps),
+        slice_seconds,
+        deadline=deadline,
+        keep=keep,
     )
-    if not suffix:
-        write_weights(work / "target", stage.weights)
+    keep()
     return done
 
 
@@ -323,19 +356,29 @@ def _mixed(
     """Batches of which half the rows are the target's own text (as soon as ``said.npy`` exists)."""
     path = work / "said.npy"
     said: np.ndarray | None = None
-    jobs = ((step, plan.shape(step)) for step in itertools.count(first))
-    feed = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs, workers)
+
+    def jobs() -> Iterator[tuple[int, batches.Shape]]:
+        for step in itertools.count(first):
+            shape = plan.shape(step)
+            yield step, replace(shape, rows=shape.rows // 2) if path.exists() else shape
+
+    feed = batches.feed(work, TEMPLATE.read_text(), plan.seed, jobs(), workers)
     for step, (ids, labels) in zip(itertools.count(first), feed, strict=False):
         if said is None and path.exists():
             said = np.load(path)[:, :-1]
-        if said is not None:
-            rows, length = ids.shape[0] // 2, ids.shape[1]
-            rng = np.random.default_rng([plan.seed, step, 1])
-            per = -(-length // said.shape[1])
-            for row in range(rows):
-                ids[row] = np.concatenate(said[rng.integers(0, len(said), per)])[:length]
-            labels[:rows] = batches.PLAIN
-        yield ids, labels
+        if said is None:
+            yield ids, labels
+            continue
+        shape = plan.shape(step)
+        own, length = shape.rows // 2, ids.shape[1]
+        rng = np.random.default_rng([plan.seed, step, 1])
+        per = -(-length // said.shape[1])
+        rows = [np.concatenate(said[rng.integers(0, len(said), per)])[:length] for _ in range(own)]
+        rest = ids[: shape.rows - own]
+        yield (
+            np.concatenate([np.stack(rows), rest]),
+            np.concatenate([np.full((own, length), batches.PLAIN, np.uint8), labels[: len(rest)]]),
+        )
 
 
 def train_mtp(
