@@ -55,6 +55,9 @@ class SpeculationConfig:
 
     enabled: bool = _setting(True, "draft tokens and verify them together")
     lookup: bool = _setting(True, "draft by copying from the request's own tokens")
+    shared: int = _setting(
+        131072, "tokens of other requests of the same key that lookup may copy from; 0: none"
+    )
     mtp: bool = _setting(True, "draft with the checkpoint's own MTP head, if it has one")
     dflash: str = _setting(
         "auto",

@@ -182,7 +182,9 @@ def test_the_plan_is_what_is_allocated(tmp_path: Path) -> None:
     llm = LLM(str(path), limits__seqs=3, limits__context=512, device="cpu")
     rows = {r.name: r.bytes for r in llm.plan.rows}
     cache: Cache = llm.engine.cache
-    assert rows["pages"] == cache.nbytes("pages") == 2 * 4 * 64 * 2 * 16 * llm.plan.pages
+    # Two layers have pages: the attention layer and the MTP head's.
+    assert rows["pages"] == cache.nbytes("pages") == 2 * 2 * 4 * 64 * 2 * 16 * llm.plan.pages
+    assert rows["drafters"] > 0
     assert rows["slots"] == cache.nbytes("slots")
     assert rows["weights"] > 4 * 97 * 48 * 2
     assert memory.plan_for(str(path), llm.config) == llm.plan

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from slipstream.engine.lengths import Acceptance
+from slipstream.engine.lengths import Acceptance, Asks
 from slipstream.engine.prefix import Lineage
 from slipstream.engine.verify import Rows
 from slipstream.kernels.types import FOLD, PAGE, Batch, Draft, SpanRows
@@ -68,13 +68,18 @@ class Sequence:
     scores: list[float] = field(default_factory=list)
     source: list[int] = field(default_factory=list)
     acceptance: Acceptance = field(default_factory=Acceptance)
+    asks: Asks = field(default_factory=Asks)
     marks: tuple[int, ...] = ()  # positions where a chunk ends for a snapshot
     adopted: int = 0  # positions taken from text that was computed another way
     cached: int = -1  # prompt tokens found in the prefix cache; -1 before admission
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # steps by their number of drafts
     prompt_logprobs: list[TokenLogprob | None] | None = None
     arrived: float = field(default_factory=monotonic)
     admitted: float = 0.0

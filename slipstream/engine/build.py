@@ -83,7 +83,8 @@ def build(
     )
     children: list[Drafter] = []
     if config.speculation.enabled and config.speculation.lookup and limits.drafts:
-        children.append(Lookup(inputs.history, inputs.length, limits.drafts))
+        shared = config.speculation.shared
+        children.append(Lookup(inputs.history, inputs.length, limits.drafts, shared=shared))
     children += heads.each
 
     def around(children: list[Drafter]) -> Engine:

@@ -19,7 +19,7 @@ from slipstream.models.stores import Store
 from slipstream.models.view import CacheView
 from slipstream.request import Request, SamplingParams
 
-STEPS = 48  # tokens that the drafters are examined on
+STEPS = 32  # tokens that the drafters are examined on
 PLAIN = SamplingParams(temperature=0.0, ignore_eos=True)
 LEAST = 0.15  # drafts of the first four that must stand per step, each
 

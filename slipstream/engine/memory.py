@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream import models
 from slipstream.config import Config, ConfigError
 from slipstream.draft.loading import Found, Heads, Refuse, find, load
+from slipstream.draft.lookup import Lookup
 from slipstream.engine.batch import Limits
 from slipstream.engine.cache import page_bytes, slot_bytes
 from slipstream.kernels.types import DTYPES, PAGE
@@ -46,7 +47,8 @@ class Plan:
     pages: int  # page 0 included
     rows: tuple[Row, ...]
     total: int  # bytes on the device
-    host: int  # bytes of host memory that snapshots may take
+    host: int  # bytes of host memory that snapshots and lookup may take
+    lookup: int  # bytes of that for the index of lookup
 
     @property
     def line(self) -> str:
@@ -61,7 +63,9 @@ class Plan:
             f"  {'total':<22}{_size(self.total):>12}",
         ]
         if self.host:
-            lines.append(f"  {'snapshots (host)':<22}{_size(self.host):>12}  at most")
+            snapshots = self.host - self.lookup
+            lines.append(f"  {'snapshots (host)':<22}{_size(snapshots):>12}  at most")
+            lines.append(f"  {'lookup index (host)':<22}{_size(self.lookup):>12}  at most")
         return "\n".join(lines)
 
 
@@ -214,6 +218,9 @@ def sizes(
         Row("tables", tables + drafts, "tokens, pages and drafts by slot"),
         Row("scratch", logits, f"logits of a step, {limits.tokens} rows in all"),
     )
+    lookup = 0
+    if config.speculation.enabled and config.speculation.lookup and limits.drafts:
+        lookup = Lookup.host_bytes(limits.context, limits.slots, config.speculation.shared)
     plan = Plan(
         model=config.model if len(config.model) < 60 else Path(config.model).name,
         dtype=str(dtype).removeprefix("torch."),
@@ -223,7 +230,8 @@ def sizes(
         pages=pages,
         rows=rows,
         total=sum(r.bytes for r in rows),
-        host=snapshots,
+        host=snapshots + lookup,
+        lookup=lookup,
     )
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if plan.total + plan.host > physical:
@@ -268,6 +276,15 @@ def _limits(config: Config, longest: int) -> Limits:
         (
             0 <= config.cache.snapshots <= _MOST,
             f"cache.snapshots is {config.cache.snapshots}: give 0 to {_MOST} GiB",
+        ),
+        (
+            config.speculation.shared == 0 or 256 <= config.speculation.shared <= 2**26,
+            f"speculation.shared is {config.speculation.shared}: give 256 to {2**26} tokens, or 0",
+        ),
+        (
+            0 <= config.speculation.length <= 63,
+            f"speculation.length is {config.speculation.length}: give 1 to 63, or 0 for as many as"
+            " pay",
         ),
         (
             0 <= config.speculation.row_cost < float("inf"),

@@ -8,7 +8,8 @@ from time import monotonic
 from typing import Protocol
 
 from slipstream.engine.batch import Limits, Sequence, Span
-from slipstream.engine.lengths import share
+from slipstream.engine.costs import Costs
+from slipstream.engine.lengths import choose, floors, gains, ration, settle
 from slipstream.engine.prefix import Hit
 from slipstream.kernels.types import PAGE
 from slipstream.request import (
@@ -37,19 +38,27 @@ class Pages(Protocol):
 class Drafting:
     """How much to draft.
 
-    row_cost: time of one more row in a step, in one-row steps.
-    names: drafters by source number.
+    costs: what rows and drafters cost.
+    names: drafters by source number; those without a price in `costs` are always asked.
     reach: positions past the last known token that drafting itself writes to pages.
+    fixed: drafts to verify whatever they promise, everybody asked for as many; None: what pays.
     """
 
-    row_cost: float
+    costs: Costs
     names: tuple[str, ...]
     reach: int = 0
+    fixed: int | None = None
 
     @property
     def silence(self) -> tuple[int, ...]:
         """What is asked for a request that does not speculate."""
         return (0,) * len(self.names)
+
+    @property
+    def paid(self) -> tuple[int, ...]:
+        """Sources whose drafts cost something."""
+        draft = self.costs.draft
+        return tuple(s for s, name in enumerate(self.names) if draft(name, 1) > 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of admission
         self.admitted: list[Sequence] = []  # since the last step; the engine fills their tables
         self.preemptions = 0
+        self._rate = 0.0  # tokens per ms that the last step was expected to give
+        self._known_curve: tuple[Costs, list[float]] | None = None
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -162,6 +173,7 @@ class Scheduler:
         reserve = PAGE if len(decoding) < len(self.running) else 0
         spare = max(0, self.limits.tokens - reserve - len(decoding))
         counts = self._drafts(decoding, spare)
+        rows = len(decoding) + sum(counts)
         spare -= sum(counts)
         plan: list[Span] = []
         for sequence, drafts in zip(decoding, counts, strict=True):
@@ -169,38 +181,138 @@ class Scheduler:
             # Behind a preemption several tokens are known already.
             known = min(known, 1 + spare, self.limits.span - drafts)
             spare -= known - 1
-            length = known + drafts
-            if sequence.slot and self._reserve(sequence, sequence.computed + length):
-                span = Span(sequence, sequence.computed, length, drafts, False, self._ask(sequence))
-                plan.append(span)
+            length, start = known + drafts, sequence.computed
+            if sequence.slot and self._reserve(sequence, start + length):
+                ready = start + known == len(sequence.tokens)
+                ask = self._ask(sequence, ready, len(decoding), rows - drafts)
+                plan.append(Span(sequence, start, length, drafts, False, ask))
         return plan
 
-    def _ask(self, sequence: Sequence) -> tuple[int, ...] | None:
-        """Drafts wanted from each source for the step after the next."""
-        if self.drafting is None or sequence.params.speculate:
+    def _ask(
+        self, sequence: Sequence, ready: bool, crowd: int = 1, rows: int = 1
+    ) -> tuple[int, ...] | None:
+        """Drafts wanted from each source for the next step.
+
+        Args:
+            ready: the span decides a token, so that there will be drafts.
+            crowd: requests that share the step.
+            rows: of the step, without this request's drafts.
+        """
+        drafting, most = self.drafting, self.limits.drafts
+        if drafting is None:
             return None
-        return self.drafting.silence
+        if not sequence.params.speculate:
+            return drafting.silence
+        paid = drafting.paid
+        if not ready or not paid:
+            return None
+        if drafting.fixed is not None:
+            return (min(most, drafting.fixed),) * len(drafting.names)
+        # After a token there must be room for a draft and the token behind it.
+        room = min(most, sequence.stop_at - len(sequence.tokens) - 2)
+        pick: dict[int, int] = {}
+        if room > 0:
+            curve = self._curve(rows + room)
+            # Alone, a request pays for its whole step; in a crowd, for what it adds.
+            base = curve[rows] / crowd - curve[rows]
+            sharing = {s: 1 + self._askers(s, sequence) for s in paid}
+            pick = sequence.asks.choose(
+                sequence.acceptance,
+                sequence.source[0] if sequence.drafts else None,
+                {s: self._prices(s, room, sharing[s]) for s in paid},
+                [base + ms for ms in curve[rows : rows + room + 1]],
+                self._rate if crowd > 1 else None,
+            )
+        names = range(len(drafting.names))
+        return tuple(pick.get(s, 0) if s in paid else most for s in names)
+
+    def _askers(self, source: int, but: Sequence) -> int:
+        """Other requests that asked the source last; they share its pass."""
+        return sum(source in s.asks.given for s in self.running if s is not but)
+
+    def _prices(self, source: int, most: int, askers: int) -> list[float]:
+        """One request's part of what 0, 1, ... drafts of a source take, in ms."""
+        assert self.drafting
+        name, draft = self.drafting.names[source], self.drafting.costs.draft
+        return [draft(name, k) / askers for k in range(most + 1)]
+
+    def _curve(self, most: int) -> list[float]:
+        """ms of a step by its short rows, up to `most` or more."""
+        assert self.drafting
+        costs, curve = self.drafting.costs, self._known_curve
+        if curve is None or curve[0] is not costs or len(curve[1]) <= most:
+            self._known_curve = curve = costs, costs.curve(most + self.limits.span)
+        return curve[1]
 
     def _drafts(self, decoding: list[Sequence], spare: int) -> list[int]:
-        """Drafts to verify for each sequence, out of `spare` rows in all."""
-        if self.drafting is None:
+        """Drafts to verify for each sequence, out of `spare` rows in all.
+
+        Everything but the walk over the scores is decided by the past.
+        """
+        drafting = self.drafting
+        if drafting is None or not decoding:
             return [0] * len(decoding)
-        scores: list[list[float]] = []
-        for sequence in decoding:
-            room = 0
-            if len(sequence.tokens) - sequence.computed == 1 and sequence.params.speculate:
-                # A draft beyond the last token that may come would be wasted.
-                room = min(sequence.drafts, sequence.stop_at - len(sequence.tokens) - 1)
-            row = sequence.acceptance.correct(sequence.scores[:room], sequence.source[:room])
-            scores.append(row)
-        counts = share(scores, spare, self.drafting.row_cost)
-        spare -= sum(counts)
-        for i, sequence in enumerate(decoding):
-            if scores[i] and (counts[i] or spare):
-                probed = sequence.acceptance.probe(counts[i], len(scores[i]))
-                spare -= probed - counts[i]
-                counts[i] = probed
+        # A draft beyond the last token that may come would be wasted.
+        rooms = [
+            min(self.limits.drafts, s.stop_at - len(s.tokens) - 1)
+            if s.drafts and len(s.tokens) - s.computed == 1 and s.params.speculate
+            else 0
+            for s in decoding
+        ]
+        if drafting.fixed is not None:
+            tops = [min(s.drafts, n, drafting.fixed) for s, n in zip(decoding, rooms, strict=True)]
+            return ration([gains([0.5] * top) for top in tops], spare)
+        chances = [
+            self._chances(s, s.source[0], n) if n else []
+            for s, n in zip(decoding, rooms, strict=True)
+        ]
+        gain = [gains(row) for row in chances]
+        crowd = len(decoding)
+        curve = self._curve(crowd + 2 * sum(rooms) + 1)
+        expected, self._rate = settle(gain, curve, self._beside(decoding))
+        rows = crowd + sum(expected)
+        # Behind what the past can tell of, another source may go on.
+        wide = [gains(c + [0.5] * (n - len(c))) for c, n in zip(chances, rooms, strict=True)]
+        counts = []
+        for i, (sequence, most) in enumerate(zip(decoding, ration(wide, spare), strict=True)):
+            n = min(sequence.drafts, rooms[i])
+            sources = sequence.source[:n]
+            others = rows - expected[i]  # rows of the step without this one's drafts
+            floor = {
+                s: self._floors(sequence, s, rooms[i], curve[others:], self._rate)
+                for s in set(sources)
+            }
+            scores = sequence.acceptance.correct(sequence.scores[:n], sources)
+            k = choose(scores, min(n, most), [floor[s][j] for j, s in enumerate(sources)])
+            if min(n, most) > 0:
+                extra = curve[others + 1] - curve[others]
+                longest = sequence.asks.longest(extra, curve[crowd] / crowd)
+                k = sequence.asks.probe(sources[0], k, longest)
+            counts.append(k)
         return counts
+
+    @staticmethod
+    def _chances(sequence: Sequence, source: int, most: int) -> list[float]:
+        """What the past says of the source's part of the waiting block."""
+        return sequence.acceptance.chances(source, sequence.asks.expected(source, most))
+
+    def _floors(
+        self, sequence: Sequence, source: int, most: int, cost: list[float], rate: float
+    ) -> list[float]:
+        """By position, what a draft of the source must exceed."""
+        ahead = self._chances(sequence, source, most)
+        ahead += [0.0] * (most - len(ahead))
+        return floors(ahead, cost, rate)
+
+    def _beside(self, decoding: list[Sequence]) -> float:
+        """ms that drafting adds to a step as long as everybody asks what was asked last."""
+        assert self.drafting
+        most: dict[int, int] = {}
+        for sequence in decoding:
+            for source, count in sequence.asks.given.items():
+                most[source] = max(count, most.get(source, 0))
+        names, draft = self.drafting.names, self.drafting.costs.draft
+        return sum(draft(names[source], count) for source, count in most.items())
 
     def _chunks(self, budget: int) -> list[Span]:
         """Prompt chunks. The oldest prompt gets half; the rest goes to the shortest first.
@@ -227,7 +339,7 @@ class Scheduler:
             length = lengths[id(sequence)]
             end = sequence.computed + length
             if length and sequence.slot and self._reserve(sequence, end):
-                ask = self._ask(sequence)
+                ask = self._ask(sequence, end == len(sequence.tokens))
                 plan.append(Span(sequence, sequence.computed, length, 0, True, ask))
         return plan
 
@@ -284,6 +396,9 @@ class Scheduler:
             accepted = verdict.count - known
             scores, sources = sequence.scores[: span.drafts], sequence.source[: span.drafts]
             sequence.acceptance.update(scores, sources, accepted)
+            if sources:
+                sequence.asks.verified(sources[0], accepted > 0)
+            sequence.asks.enter(verdict.sources[: verdict.drafts])
         sequence.drafts = verdict.drafts
         sequence.scores, sequence.source = verdict.scores, verdict.sources
         if not span.ready:
@@ -297,12 +412,7 @@ class Scheduler:
         sequence.tokens += tokens
         # A stop inside the span: what came behind it never was.
         sequence.computed = min(sequence.computed, len(sequence.tokens))
-        sequence.steps += 1
-        sequence.drafted += span.drafts
-        kept = min(accepted, len(tokens))
-        sequence.accepted += kept
-        for name in origin[:kept]:
-            sequence.by_source[name] = sequence.by_source.get(name, 0) + 1
+        self._count(sequence, [names[s] for s in sources], min(accepted, len(tokens)))
         if sequence.generated == len(tokens):
             sequence.first = monotonic()
         self.cache.publish(sequence)
@@ -313,6 +423,27 @@ class Scheduler:
         if finish:
             return self._finish(sequence, *parts, finish, reason)
         return self._output(sequence, *parts, None, None)
+
+    @staticmethod
+    def _count(sequence: Sequence, drafted: list[str], kept: int) -> None:
+        """Enter a deciding step into the request's record: its drafts' sources, how many stay."""
+        k = len(drafted)
+        sequence.steps += 1
+        sequence.drafted += k
+        sequence.accepted += kept
+        for names, found in (
+            (sequence.drafted_by_source, drafted),
+            (sequence.accepted_by_source, drafted[:kept]),
+        ):
+            for name in found:
+                names[name] = names.get(name, 0) + 1
+        for places in (sequence.drafted_by_position, sequence.accepted_by_position):
+            places.extend([0] * (k - len(places)))
+        for at in range(k):
+            sequence.drafted_by_position[at] += 1
+            sequence.accepted_by_position[at] += at < kept
+        sequence.lengths.extend([0] * (k + 1 - len(sequence.lengths)))
+        sequence.lengths[k] += 1
 
     @staticmethod
     def _cut(
@@ -378,6 +509,10 @@ class Scheduler:
                 sequence.generated,
                 sequence.drafted,
                 sequence.accepted,
-                dict(sequence.by_source),
+                dict(sequence.accepted_by_source),
+                dict(sequence.drafted_by_source),
+                tuple(sequence.drafted_by_position),
+                tuple(sequence.accepted_by_position),
+                tuple(sequence.lengths),
             ),
         )
