@@ -22,7 +22,6 @@ from slipstream.engine.batch import Limits, Span
 from slipstream.engine.costs import Costs, Price
 from slipstream.engine.lengths import (
     Acceptance,
-    Asks,
     Probe,
     best,
     choose,
@@ -326,7 +325,7 @@ def test_a_position_does_not_depend_on_later_scores(
 # A CPU: rows up to four cost little, then every one.
 MACHINE = Costs(
     ((1, 100.0), (2, 104.0), (4, 110.0), (8, 160.0), (16, 215.0), (32, 340.0)),
-    {"mtp": Price(0.0, 12.0), "dflash": Price(40.0, 1.0)},
+    {"mtp": Price(0.0, 12.0), "dflash": Price(40.0, 1.0, 7)},
 )
 DEPTH = {"lookup": 15, "mtp": 15, "dflash": 7}
 Block = tuple[list[float], list[float]]  # true chances and scores
@@ -586,13 +585,9 @@ def test_a_fixed_length_is_kept() -> None:
     assert {s.drafts for s in simulate([hopeless], 40, ("mtp",), fixed=0).spans} == {0}
 
 
-def test_drafters_that_give_fewer_than_asked() -> None:
-    asks, past = Asks(), Acceptance()
-    given = asks.choose(past, None, {0: [1.0] * 16}, [100.0] * 16)
-    assert given == {0: 15}
-    asks.enter([0] * 7)
-    assert asks.expected(0, 15) == 7
-    assert asks.choose(past, None, {0: [1.0] * 16}, [100.0] * 16) == {0: 7}
+def test_nobody_is_asked_for_more_than_it_makes() -> None:
+    few = Costs(MACHINE.rows, {"mtp": Price(0.0, 0.01, 4)})
+    assert asks_of(Drafting(few, ("lookup", "mtp"))) == (15, 4)
 
 
 def test_the_record_adds_up() -> None:

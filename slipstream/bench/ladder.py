@@ -50,12 +50,12 @@ STEPS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix": ("and the prefix cache, which has seen every prompt once", {"cache.prefix": True}),
 }
 TASKS = {  # and most tokens of an answer: all of it in five minutes at 40 plain tokens/s
-    "chat": 32,
-    "code": 40,
-    "reproduce": 96,
-    "edit": 48,
-    "quote": 48,
-    "summarize": 48,
+    "chat": 24,
+    "code": 32,
+    "reproduce": 320,
+    "edit": 40,
+    "quote": 40,
+    "summarize": 40,
 }
 LENGTHS = (1, 2, 4, 7, 15)
 WHOLE = "all"  # the name under which all tasks together are shown

@@ -55,7 +55,8 @@ class Fuse:
 
     A child takes part at position j as long as its own drafts before j are those of the block.
     ``tail`` takes part at every position: it continues the text and the block so far, as point
-    masses, also behind the others' blocks.
+    masses, also behind the others' blocks. Where a model has a list for the position, half of the
+    copy's score is what that list gives to its token.
 
     Args:
         children: the drafters, in order of priority.
@@ -181,8 +182,13 @@ class Fuse:
             if options:
                 score, _, child = max(options)
                 token = drafts[child][0][j]
-            if at < len(copy[0]) and copy[1][at] > score:
-                child, token, score = -1, copy[0][at], copy[1][at]
+            if at < len(copy[0]):
+                believed = copy[1][at]
+                if options:
+                    # A model that sees the same text knows more of it than the match does.
+                    believed = (believed + self._share(child, slot, j, copy[0][at])) / 2
+                if believed > score:
+                    child, token, score = -1, copy[0][at], believed
             if child == -2:
                 break
             block.append((child, token, score))
@@ -191,6 +197,12 @@ class Fuse:
             stale = at < len(copy[0]) and copy[0][at] != token
             at += 1
         return block
+
+    def _share(self, child: int, slot: int, position: int, token: int) -> float:
+        """The probability that a child's list at a position gives to a token."""
+        draft = self._drafts[child]
+        ids, prob = draft.q_ids[slot, position], draft.q_prob[slot, position]
+        return float(prob[ids == token].sum())
 
     def _copy(self, slot: int, drafts: list[int], k: int) -> tuple[list[int], list[float]]:
         assert self._tail is not None

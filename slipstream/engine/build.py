@@ -123,7 +123,7 @@ def build(
             children = [c for c in children if c not in useless]
             engine = around(children)
     if engine.scheduler.drafting and not config.speculation.row_cost:
-        measured = examine.costs(engine, children)
+        measured = examine.costs(engine, [c for c in children if c.stores])
         engine.scheduler.drafting = replace(engine.scheduler.drafting, costs=measured)
     return engine
 

@@ -19,10 +19,14 @@ ROWS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What one source takes to draft, in ms: ``fixed + count * each``, nothing for no drafts."""
+    """What one source takes to draft, in ms: ``fixed + count * each``, nothing for no drafts.
+
+    ``most``: drafts it makes at once.
+    """
 
     fixed: float = 0.0
     each: float = 0.0
+    most: int = 64
 
     def of(self, count: int) -> float:
         """ms for so many drafts."""
@@ -97,7 +101,7 @@ class Costs:
             if most > 0:
                 first, last = ms[name, 1], ms[name, most]
                 each = max(0.0, last - first) / (most - 1) if most > 1 else 0.0
-                prices[name] = Price(max(0.0, first - each), each)
+                prices[name] = Price(max(0.0, first - each), each, most)
         return cls(tuple((n, ms["", n]) for n in rows), prices)
 
     def step(self, rows: int) -> float:
@@ -120,3 +124,8 @@ class Costs:
         """ms for drafts of one source."""
         price = self.sources.get(name)
         return price.of(count) if price else 0.0
+
+    def most(self, name: str) -> int:
+        """Drafts that a source makes at once."""
+        price = self.sources.get(name)
+        return price.most if price else 64

@@ -305,7 +305,6 @@ class Asks:
         self._given: dict[int, int] = {}  # what the drafts now due were asked for
         self._state = 0  # and how well a free source ran then
         self._wins: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
-        self._depth: dict[int, int] = {}  # most drafts of a source that gave fewer than asked
 
     def choose(
         self,
@@ -330,7 +329,7 @@ class Asks:
         none, pick = top, {}
         single: dict[int, tuple[float, int]] = {}
         for s, price in prices.items():
-            most = min(self._depth.get(s, len(cost) - 1), len(cost) - 1, len(price) - 1)
+            most = min(len(cost), len(price)) - 1
             if most > 0:
                 single[s] = self._single(acceptance, s, most, state, prices, cost, rate)
                 if single[s][0] > top:
@@ -355,16 +354,10 @@ class Asks:
         wins[first] = wins.get(first, 0.0) + 1.0
         if self._trial not in (None, first):
             self._probe(self._trial).enter(False)  # it did not even get the block
-        if first in self._given:
-            # Another source may go on behind it, so its part is counted.
-            count = next((n for n, s in enumerate(sources) if s != first), len(sources))
-            if count < self._given[first] or first in self._depth:
-                self._depth[first] = max(count, self._depth.get(first, 0))
 
     def expected(self, source: int, most: int) -> int:
         """Drafts that the source can have made of the block now due, up to `most`."""
-        given = self._given.get(source, most)
-        return min(most, given, self._depth.get(source, most))
+        return min(most, self._given.get(source, most))
 
     @property
     def given(self) -> Mapping[int, int]:

@@ -233,8 +233,8 @@ class Scheduler:
     def _prices(self, source: int, most: int, askers: int) -> list[float]:
         """One request's part of what 0, 1, ... drafts of a source take, in ms."""
         assert self.drafting
-        name, draft = self.drafting.names[source], self.drafting.costs.draft
-        return [draft(name, k) / askers for k in range(most + 1)]
+        name, costs = self.drafting.names[source], self.drafting.costs
+        return [costs.draft(name, k) / askers for k in range(min(most, costs.most(name)) + 1)]
 
     def _curve(self, most: int) -> list[float]:
         """ms of a step by its short rows, up to `most` or more."""
