@@ -8,6 +8,7 @@ together err with a chance below 0.01 (Bonferroni).
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections import Counter
 
@@ -23,6 +24,7 @@ PROMPTS = (
 )
 HEATS = (1.0, 0.7)
 DEPTHS = (1, 2, 3)  # the first token, the first two, all three
+SAMPLES = int(os.environ.get("SLIPSTREAM_TEST_SAMPLES", "20000"))
 TESTS = len(PROMPTS) * len(HEATS) * len(DEPTHS)
 Outcome = tuple[int, ...]
 
@@ -34,6 +36,7 @@ def demo() -> LLM:
         "demo",
         limits__context=256,
         limits__seqs=32,
+        limits__tokens=1024,
         speculation__length=4,
         speculation__row_cost=0.1,
     )
@@ -44,7 +47,7 @@ def samples(llm: LLM, prompt: str, heat: float, count: int, speculate: bool) -> 
     engine = llm.engine
     tokens = tuple(llm.encode(prompt))
     params = SamplingParams(
-        temperature=heat, top_k=0, top_p=1.0, max_tokens=5, ignore_eos=True,
+        temperature=heat, top_k=64, top_p=1.0, max_tokens=4, ignore_eos=True,
         speculate=speculate, share=False,
     )  # fmt: skip
     found: dict[str, list[int]] = {}
@@ -116,9 +119,9 @@ def test_the_law_of_the_first_tokens(demo: LLM) -> None:
 @pytest.mark.parametrize("heat", HEATS)
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_law_of_the_first_tokens_at_full_size(demo: LLM, prompt: str, heat: float) -> None:
-    """20,000 samples each way; 0.02 of the mass moved is seen."""
-    fast, plain = (samples(demo, prompt, heat, 20_000, s) for s in (True, False))
+    """20,000 samples each way; 0.02 of the mass moved is seen. An hour or more on two cores."""
+    fast, plain = (samples(demo, prompt, heat, SAMPLES, s) for s in (True, False))
     as_is, wrong = smallest(fast, plain), smallest(moved(fast, 0.02, 1), plain)
-    print(f"T={heat}, {prompt[:30]!r}: p = {as_is:.3f}; with 0.02 moved {wrong:.1e}")
+    print(f"{SAMPLES} samples, T={heat}, {prompt[:30]!r}: p {as_is:.3f}; 0.02 moved {wrong:.1e}")
     assert as_is > 0.01 / TESTS
     assert wrong < 0.01 / TESTS

@@ -279,3 +279,8 @@ def test_a_real_engine(open_site: Callable[..., Site], tmp_path: Path) -> None:
     assert found["e2e_request_latency_seconds_count",] == 2
     named = [n for n in found if n[0] == "spec_decode_num_draft_tokens_per_pos_total"]
     assert sum(found[n] for n in named) == drafted
+    parts = {n[1]: v for n, v in found.items() if n[0] == "step_seconds_total"}
+    assert parts.keys() == {"plan", "target", "verify", "draft", "apply"}
+    assert all(v > 0 for v in parts.values())
+    assert read(site)["step_seconds_total", "target"] == parts["target"]  # nothing ran since
+    assert found["num_preemptions_total",] == 0

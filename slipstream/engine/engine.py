@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 from secrets import randbits
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -31,6 +32,27 @@ from slipstream.request import (
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 _SLICE = 64  # rows of a prompt whose logits are computed together
+
+
+class Parts:
+    """Seconds that each part of the step has taken on the host, all together.
+
+    On a device these are the times of launching; the wait for it falls to the last part.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("plan", "target", "verify", "draft", "apply"), 0.0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = perf_counter()
+
+    def end(self, part: str) -> None:
+        """The time since the last end was this part's."""
+        now = perf_counter()
+        self.seconds[part] += now - self._last
+        self._last = now
 
 
 class Engine:
@@ -68,6 +90,7 @@ class Engine:
         self.inputs, self.params, self.verify = inputs, params, verify
         self.scheduler, self.ends, self.vocab = scheduler, ends, vocab
         self.defaults, self.plan, self.name = defaults, plan, name
+        self.parts = Parts()
         self.taps = drafter.taps if drafter else ()
         width = drafter.width if drafter else 1
         self.draft: Draft = empty(limits.slots, max(1, limits.drafts), width, inputs.device)
@@ -83,6 +106,8 @@ class Engine:
             self.vocab,
             len(self.scheduler.running),
             len(self.scheduler.waiting),
+            self.scheduler.preemptions,
+            tuple(self.parts.seconds.items()),
         )
 
     def check(self, request: Request) -> None:
@@ -172,18 +197,26 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Compute one step for all sequences; what it did for each that changed."""
+        self.parts.start()
         plan = self.scheduler.plan()
         self._enter()
         if plan is None:
             return []
         batch, rows = self.inputs.fill(plan, self.cache, self.draft)
+        self.parts.end("plan")
         hidden, logits = self.run_target(batch)
+        self.parts.end("target")
         verdict = self.verify(logits, self.draft, batch, rows, self.inputs.history)
         self.cache.commit(batch, verdict.count)
         self.inputs.append(batch, verdict.tokens, verdict.added)
+        self.parts.end("verify")
         self.run_drafter(batch, hidden, verdict)
+        self.parts.end("draft")
         self._prompt_logprobs(plan, batch, hidden)
-        return self.scheduler.apply(plan, self.readback(plan, batch, rows, logits, verdict))
+        decided = self.readback(plan, batch, rows, logits, verdict)
+        outputs = self.scheduler.apply(plan, decided)
+        self.parts.end("apply")
+        return outputs
 
     def _enter(self) -> None:
         """Fill the tables of sequences admitted by the plan."""

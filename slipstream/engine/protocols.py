@@ -108,3 +108,5 @@ class ServingFacts:
     vocab: int
     running: int = 0
     waiting: int = 0
+    preemptions: int = 0  # since the start
+    seconds: tuple[tuple[str, float], ...] = ()  # by part of the step, since the start

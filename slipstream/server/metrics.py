@@ -50,6 +50,11 @@ class Metrics:
 
         self._running = gauge("num_requests_running", "Requests being computed.")
         self._waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self._preemptions = counter("num_preemptions", "Requests taken off the device to wait.")
+        self._parts = counter(
+            "step_seconds", "Time of the engine's steps on the host, by part.", "part"
+        )
+        self._told: dict[Counter, float] = {}
         self._requests = counter(
             "requests",
             "Requests that ended, by how: stop, length, abort, error.",
@@ -157,6 +162,13 @@ class Metrics:
         facts = self._serving.about()
         self._running.set(facts.running)
         self._waiting.set(facts.waiting)
+        # What the engine counts itself grows there; here it grows by as much.
+        for counter, total in (
+            (self._preemptions, float(facts.preemptions)),
+            *((self._parts.labels(part), seconds) for part, seconds in facts.seconds),
+        ):
+            counter.inc(max(0.0, total - self._told.get(counter, 0.0)))
+            self._told[counter] = total
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
 
