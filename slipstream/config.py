@@ -69,6 +69,11 @@ class SpeculationConfig:
         "do not start if a drafter cannot be used, rather than run without it",
         option="require-drafter",
     )
+    verify: Literal["block", "draft"] = _setting(
+        "block",
+        "how drafts of sampled requests without a seed are judged: whole prefixes, or draft by draft; both are "
+        "exact, and the first keeps at least as many",
+    )
     length: int = _setting(0, "drafts to verify in each step; 0: as many as pay")
     row_cost: float = _setting(
         0.0, "cost of one more row in a step, as a share of a one-row step; 0: measured at start"

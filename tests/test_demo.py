@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream import LLM, SamplingParams
+from slipstream.weights.reader import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
 MASTER = ROOT / "models" / "demo-bf16"
@@ -87,3 +92,63 @@ def test_master_equals_transformers() -> None:
             gap = float((row[want[at]] - row[got[at]]).abs() / row.abs().max())
             assert gap < 1e-4, (prompt, at, gap)
     print(f"greedy texts equal for 64 tokens: {equal} of 5")
+
+
+def wrong_taps(folder: Path) -> None:
+    """Every tap one layer too late: shapes fit, meanings do not."""
+    config = json.loads((folder / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [2, 5, 8, 11]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def damaged(folder: Path) -> None:
+    """Codes that belong to other rows."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("weight_packed"):
+            tensors[name] = tensor.roll(7, 0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("spoil", [wrong_taps, damaged])
+def test_a_drafter_that_guesses_badly_is_left_out(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "demo"
+    shutil.copytree(ROOT / "slipstream" / "demo", path)
+    spoil(path / "draft")
+    lines: list[str] = []
+    llm = LLM(str(path), limits__context=512, report=lines.append)
+    assert len(lines) == 1, lines
+    assert "without the dflash drafter" in lines[0] and "a step are right" in lines[0]
+    assert llm.engine.drafter is not None
+    assert llm.engine.drafter.names == ("lookup", "mtp")
+    [output] = llm.generate(["import os\n"], SamplingParams(temperature=0.0, max_tokens=20))
+    assert len(output.completions[0].token_ids) == 20
+    with pytest.raises(CheckpointError, match="a step are right"):
+        LLM(str(path), limits__context=512, speculation__require_drafter=True)
+
+
+def test_the_shipped_drafters_pass(demo: LLM) -> None:
+    assert demo.engine.drafter is not None
+    assert demo.engine.drafter.names == ("lookup", "mtp", "dflash")
+
+
+def test_a_stop_string_inside_a_block(demo: LLM) -> None:
+    """The text before it is that of plain decoding, and nothing behind it leaks."""
+    assert demo.template is not None and demo.tokenizer is not None
+    prompt = demo.tokenizer.encode(
+        demo.template.render([{"role": "user", "content": f"Repeat this text:\n\n{TEXT}"}])
+    )
+    texts = []
+    for speculate in (True, False):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=200, stop=("longer than", "never"), speculate=speculate
+        )
+        [output] = demo.generate([prompt], params)
+        [answer] = output.completions
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", "longer than")
+        texts.append(answer.text)
+        if speculate:
+            assert output.speculation.tokens_per_step > 3
+    assert texts[0] == texts[1] == TEXT[: TEXT.index("longer than")]

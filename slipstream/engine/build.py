@@ -99,6 +99,7 @@ def build(
             snapshot_every=config.cache.snapshot_every,
             row_cost=config.speculation.row_cost,
             fixed=config.speculation.length or None,
+            block=config.speculation.verify == "block",
             ends=tuple(ends),
             vocab=outline.vocab,
             defaults=generation_defaults(checkpoint.generation),
@@ -201,6 +202,7 @@ def assemble(
     params: ParamTable | None = None,
     row_cost: float = 0.08,
     fixed: int | None = None,
+    block: bool = False,
     ends: tuple[int, ...] = (),
     vocab: int | None = None,
     defaults: SamplingParams | None = None,
@@ -211,7 +213,7 @@ def assemble(
     """An engine around a model and a drafter that exist already.
 
     ``params``: the table that the drafter draws by, if it looks at one. ``row_cost``: see
-    `Costs.flat`. ``fixed``: see `Drafting`.
+    `Costs.flat`. ``fixed``: see `Drafting`. ``block``: see `Verify`.
     """
     limits, device = sized.limits, sized.device
     stores = model.stores + (drafter.stores if drafter else ())
@@ -247,7 +249,7 @@ def assemble(
         cache=cache,
         inputs=inputs,
         params=params,
-        verify=Verify(params, vocab if vocab < model.vocab else None),
+        verify=Verify(params, vocab if vocab < model.vocab else None, block),
         scheduler=scheduler,
         ends=ends[:ENDS],
         vocab=vocab,
