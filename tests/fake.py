@@ -46,6 +46,8 @@ class ServingFacts:
     vocab: int
     running: int = 0
     waiting: int = 0
+    preemptions: int = 0
+    seconds: tuple[tuple[str, float], ...] = ()
 
 
 @dataclasses.dataclass

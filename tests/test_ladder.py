@@ -34,7 +34,7 @@ def test_every_task_has_prompts() -> None:
     assert {path.name for path in ladder.PROMPTS.iterdir()} == set(TASKS)
     for task in TASKS:
         texts = ladder.prompts(task)
-        assert len(texts) >= 2, task
+        assert len(texts) >= (1 if task == "reproduce" else 2), task  # one long text is enough
         assert len(set(texts)) == len(texts), task
         assert all(text.isascii() and text for text in texts), task
 
