@@ -335,11 +335,6 @@ class _Answer:
 
 def _result(group: list[_Answer]) -> RequestOutput:
     usages = [a.last.usage for a in group]
-    spec = [a.last.speculation for a in group]
-    by_source: dict[str, int] = {}
-    for s in spec:
-        for name, n in s.accepted_by_source.items():
-            by_source[name] = by_source.get(name, 0) + n
     return RequestOutput(
         prompt_tokens=list(group[0].request.tokens),
         completions=[a.completion() for a in group],
@@ -349,13 +344,7 @@ def _result(group: list[_Answer]) -> RequestOutput:
             usages[0].cached_tokens,
         ),
         timing=max((a.last.timing for a in group), key=lambda t: t.total),
-        speculation=Speculation(
-            sum(s.steps for s in spec),
-            sum(s.tokens for s in spec),
-            sum(s.drafted for s in spec),
-            sum(s.accepted for s in spec),
-            by_source,
-        ),
+        speculation=sum((a.last.speculation for a in group), Speculation()),
         prompt_logprobs=group[0].prompt_logprobs,
     )
 
